@@ -86,7 +86,7 @@ class NotFinite(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(Event):
-    """A save failed and left nothing behind."""
+    """A save failed. ``reason`` says why, and whether anything of it stays."""
 
     step: int
     kinds: tuple[Kind, ...]

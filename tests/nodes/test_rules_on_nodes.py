@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_step
+from ckptmirror.core import events
 from ckptmirror.core.errors import (
     CkptMirrorError,
     ConfigError,
@@ -25,6 +26,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.start import gather, resume
 from ckptmirror.flow.start.rewind import rewind
+from ckptmirror.local import crashpoints
 from tests.integration.test_signed_runs import make_key
 from tests.kit.faults import faulty, flip_bit
 from tests.kit.faulty_store import StoreFault
@@ -118,6 +120,40 @@ def test_a_node_that_cannot_commit_leaves_no_part_on_any(what: str, full: int, t
         assert drain(tmp_path / node, timeout_s=WAIT_S).is_verified
     assert list((tmp_path / "mirror").rglob("*_000002*")) == []
     assert [one.step for one in Job(tmp_path, "ab").run()] == [1, 1]
+
+
+def save_until_one_dies(rank: int, job: Job) -> tuple[list[str], bool]:
+    """Save twice; the second time a rank dies. Return why saves failed, and whether the second meta is here."""
+    root, why = job.base / job.nodes[rank], []
+    state = built(job.wrapped)
+    manager = CheckpointManager(root, [], kinds=("dcp",), timeout_s=WAIT_S)
+    manager.events.subscribe(lambda event: why.append(event.reason) if isinstance(event, events.SaveFailed) else None)
+    manager.resume(state)
+    manager.save(1, state).wait("committed", WAIT_S)
+    if rank == job.dies:
+        crashpoints.arm(job.crash_at)
+    with pytest.raises(CkptMirrorError, match=f"rank {job.dies} is gone"):
+        manager.save(2, state).wait("committed", WAIT_S)
+    manager.close(timeout_s=0.0)
+    return why, (root / "meta_000002.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("crash_at", "stays", "says"),
+    [
+        ("file.create:before", False, "; it left nothing behind"),
+        ("save.publish:before", True, "; what was committed of it stays, and the next start decides whether it counts"),
+    ],
+)
+def test_a_save_in_which_a_rank_dies_says_whether_anything_of_it_stays(
+    crash_at: str, stays: bool, says: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "aab", dies=2, crash_at=crash_at)
+    *others, _ = job.run(save_until_one_dies)
+    for (why,), is_here in others:
+        assert "rank 2 is gone" in why
+        assert why.endswith(says)
+        assert is_here is stays
 
 
 def resume_with_a_broken_disk(rank: int, job: Job) -> Found:
