@@ -86,7 +86,7 @@ class NotFinite(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveFailed(Event):
-    """A save failed. What it wrote is removed, by the next start if the disk does not let this one do it."""
+    """A save failed. ``reason`` says why, and whether anything of it stays."""
 
     step: int
     kinds: tuple[Kind, ...]

@@ -35,7 +35,7 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
         "step %(step)d: NaN or infinity in %(path)s (rank %(rank)d): saved as it is, and a start from this save has it "
         "too; `ckptmirror rewind` goes back to an earlier one",
     ),
-    events.SaveFailed: (logging.ERROR, "step %(step)d: the save failed, and earlier saves are unchanged: %(reason)s"),
+    events.SaveFailed: (logging.ERROR, "step %(step)d: the save failed: %(reason)s"),
     events.SaveSkipped: (
         logging.ERROR,
         "step %(step)d: SKIPPED, the disk has no room for it, and training continues: %(reason)s; see "

@@ -6,19 +6,30 @@ import errno
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_step
-from ckptmirror.core.errors import ConfigError, LocalStorageUnwritable, UsageError
+from ckptmirror.core import events
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    ConfigError,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    NotAuthorised,
+    UsageError,
+)
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.start import gather, resume
 from ckptmirror.flow.start.rewind import rewind
+from ckptmirror.local import crashpoints
 from tests.integration.test_signed_runs import make_key
-from tests.kit.faults import flip_bit
+from tests.kit.faults import faulty, flip_bit
+from tests.kit.faulty_store import StoreFault
 from tests.kit.processes import outcome, run_ranks
 from tests.kit.roots import leftovers
 from tests.kit.training import same
@@ -118,6 +129,40 @@ def test_a_node_that_cannot_commit_leaves_no_part_on_any(what: str, full: int, t
     assert [one.step for one in Job(tmp_path, "ab").run()] == [1, 1]
 
 
+def save_until_one_dies(rank: int, job: Job) -> tuple[list[str], bool]:
+    """Save twice; the second time a rank dies. Return why saves failed, and whether the second meta is here."""
+    root, why = job.base / job.nodes[rank], []
+    state = built(job.wrapped)
+    manager = CheckpointManager(root, [], kinds=("dcp",), timeout_s=WAIT_S)
+    manager.events.subscribe(lambda event: why.append(event.reason) if isinstance(event, events.SaveFailed) else None)
+    manager.resume(state)
+    manager.save(1, state).wait("committed", WAIT_S)
+    if rank == job.dies:
+        crashpoints.arm(job.crash_at)
+    with pytest.raises(CkptMirrorError, match=f"rank {job.dies} is gone"):
+        manager.save(2, state).wait("committed", WAIT_S)
+    manager.close(timeout_s=0.0)
+    return why, (root / "meta_000002.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("crash_at", "stays", "says"),
+    [
+        ("file.create:before", False, "; it left nothing behind"),
+        ("save.publish:before", True, "; what was committed of it stays, and the next start decides whether it counts"),
+    ],
+)
+def test_a_save_in_which_a_rank_dies_says_whether_anything_of_it_stays(
+    crash_at: str, stays: bool, says: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "aab", dies=2, crash_at=crash_at)
+    *others, _ = job.run(save_until_one_dies)
+    for (why,), is_here in others:
+        assert "rank 2 is gone" in why
+        assert why.endswith(says)
+        assert is_here is stays
+
+
 def resume_with_a_broken_disk(rank: int, job: Job) -> Found:
 
     def cannot_discard(root: Path, _meta: object) -> None:
@@ -134,6 +179,40 @@ def test_a_node_that_cannot_discard_what_it_gathered_keeps_no_rank_waiting(tmp_p
     flip_bit(tmp_path / "b/dcp_000001/__1_0.distcp")
     for one in Job(tmp_path, "ab", mirrored=False).run(resume_with_a_broken_disk):
         assert f"{tmp_path / 'b'} cannot be changed" in one.failed
+
+
+def resume_where_downloads_fail(rank: int, job: Job, cause: CkptMirrorError) -> tuple[str, str, str, int, bool, bool]:
+    """Resume; on node b, no download gets through."""
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], kinds=("dcp",), timeout_s=WAIT_S)
+    if job.nodes[rank] == "b" and manager.ranks.is_leader:
+        faulty(manager, StoreFault("download", when="before", times=0, error=lambda: cause))
+    try:
+        manager.resume(built("fsdp"))
+    except CkptMirrorError as error:
+        return type(error).__name__, str(error), error.hint, error.exit_code, error.temporary, error.lacks_room
+    finally:
+        manager.close(timeout_s=0.0)
+    raise AssertionError("it went on")
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [LocalStorageFull("this disk is full"), NotAuthorised("it refuses these credentials", hint="Log in on that node.")],
+)
+def test_what_hinders_one_node_is_what_all_ranks_say_as_on_a_node_alone(cause: CkptMirrorError, tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2), kinds=("dcp",)).run()
+    shutil.rmtree(tmp_path / "b")
+    (alone, *_), (first, second) = (
+        Job(tmp_path, nodes).run(partial(resume_where_downloads_fail, cause=cause)) for nodes in ("bb", "ab")
+    )
+    kind, message, *known = alone
+    assert first == (kind, f"rank 1 on node 1: {message}", *known)
+    assert (kind, known) == (
+        type(cause).__name__,
+        [cause.hint, cause.exit_code, cause.temporary, cause.lacks_room],
+    )
+    assert f"rank 1 on node 1: {message}" in second[1]
+    assert second[2:] == first[2:]
 
 
 def test_nodes_that_wake_after_the_run_went_on_elsewhere_commit_nothing(tmp_path: Path) -> None:

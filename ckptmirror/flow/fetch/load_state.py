@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.tensor_lists import is_proof, lost_lists
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -167,7 +168,7 @@ def check_share(root: Path, ranks: Ranks, artifacts: Sequence[Artifact]) -> Faul
     faults = read_all([FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in share])
     for artifact, found in zip(share, faults, strict=True):
         if found is not None:
-            why = f"rank {ranks.rank}: {root / artifact.path}: {found.why}"
+            why = f"{rank_name(ranks.rank, ranks.nodes_of_ranks)}: {root / artifact.path}: {found.why}"
             return Fault(why, unreadable=found.state == "unreadable")
     return None
 

@@ -141,8 +141,13 @@ def incoming_of(
     return incoming
 
 
-def check_space(dest: Path, incoming: Sequence[Incoming]) -> None:
+def check_space(dest: Path, incoming: Sequence[Incoming], *, hint: str | None = None) -> None:
     """Check that the disk has room for what comes.
+
+    Args:
+        dest: A directory on that disk.
+        incoming: What comes.
+        hint: What to do, if not what the error says by default.
 
     Raises:
         LocalStorageFull: It has not.
@@ -150,10 +155,7 @@ def check_space(dest: Path, incoming: Sequence[Incoming]) -> None:
     needed = sum(max(0, one.source.digest.size_bytes - allocated_bytes(one.path)) for one in incoming)
     free = free_bytes(dest)
     if needed > free:
-        raise LocalStorageFull(
-            f"{dest} has {free} bytes free, and {needed} more are needed.",
-            hint="Free space there, or choose another --dest.",
-        )
+        raise LocalStorageFull(f"{dest} has {free} bytes free, and {needed} more are needed.", hint=hint)
 
 
 class Staging:
@@ -416,7 +418,8 @@ class Staging:
     def _receive(self, meta: Meta, artifacts: Sequence[Artifact]) -> None:
         try:
             incoming = incoming_of(self._mirror, meta, artifacts, lambda path: self._tmp_of(path, meta.save_id))
-            check_space(self._dest, incoming)
+            elsewhere = None if self._in_training else "Free space there, or choose another --dest."
+            check_space(self._dest, incoming, hint=elsewhere)
             for directory in dict.fromkeys(one.path.parent for one in incoming):
                 make_real_dirs(self._dest, directory)
             receive(incoming, on_bytes=self._counter(meta.step, incoming))

@@ -82,12 +82,14 @@ class SaveHandle:
         step: The save's step.
         kinds: The kinds that it writes.
         save_id: Known once the ranks have agreed on it, so at the latest when the save is committed.
+        stays: Whether the save failed when this node may have committed it, so that it stays for the next start.
     """
 
     def __init__(self, step: int, kinds: tuple[Kind, ...]) -> None:
         self.step = step
         self.kinds = kinds
         self.save_id: str | None = None
+        self.stays = False
         self._state = threading.Condition()
         self._reached = -1
         self._error: BaseException | None = None
@@ -177,6 +179,13 @@ class SaveHandle:
     def skipped(self) -> bool:
         """Whether the save was skipped because the disk was full."""
         return isinstance(self._error, LocalStorageFull)
+
+    @property
+    def left(self) -> str:
+        """What is left of the save if it failed, in words."""
+        if self.stays:
+            return "what was committed of it stays, and the next start decides whether it counts"
+        return "it left nothing behind"
 
     @property
     def is_over(self) -> bool:

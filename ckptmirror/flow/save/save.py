@@ -9,9 +9,11 @@ Rules:
   others take back their parts. A rank that failed takes part with its error, so all ranks fail together.
 * The same applies to a rank on which ``save`` itself raises: every call takes a number and an exchange, so the next
   save works. If the capture has collectives (gathering a sharded model), all ranks agree before those as well.
-* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. A save
-  that finds the disk full does not stop the training: it is skipped, and the event, the log and the status report it at
-  once.
+* A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. Only if
+  a rank is gone, or silent, in the exchange after the commit, what was committed stays, since the rest may be there
+  too; the next start decides.
+* A save that finds the disk full does not stop the training: it is skipped, and the event, the log and the status
+  report it at once.
 * A save in flight is finished even if the training thread ends: its thread keeps the process alive, and needs no new
   thread and no new import on the way.
 * After Ctrl-C anywhere in ``save``, the save either continues in the background or has ended, never in between.
@@ -313,7 +315,7 @@ class Saver:
                 context, copied = self._agree(request, copied)
                 handle.save_id = context.save_id
                 artifacts = self._write_all(copied, context)
-                meta = self._commit(request, copied, context, artifacts)
+                meta = self._commit(handle, request, copied, context, artifacts)
             finally:
                 if isinstance(copied, Copied):
                     copied.lease.release()
@@ -344,7 +346,8 @@ class Saver:
     def _fail(self, handle: SaveHandle, request: SaveRequest, error: BaseException) -> None:
         is_skipped = isinstance(error, CkptMirrorError) and error.lacks_room
         event = events.SaveSkipped if is_skipped else events.SaveFailed
-        self._bus.emit(event(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=str(error)))
+        reason = str(error) if is_skipped else f"{str(error).removesuffix('.')}; {handle.left}"
+        self._bus.emit(event(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=reason))
         try:
             if is_skipped and self._leader is not None:
                 self._leader.on_skipped(request.step, str(error))
@@ -405,11 +408,17 @@ class Saver:
         return [artifact for rank in self._ranks.node_ranks for artifact in reports[rank][0]]
 
     def _commit(
-        self, request: SaveRequest, copied: Copied, context: WriteContext, artifacts: list[Artifact]
+        self,
+        handle: SaveHandle,
+        request: SaveRequest,
+        copied: Copied,
+        context: WriteContext,
+        artifacts: list[Artifact],
     ) -> Meta | None:
         """Commit, on each node's leader. Third exchange: all ranks learn whether they did.
 
-        Where there are several nodes, all learn before it whether every node is ready to.
+        Where there are several nodes, all learn before it whether every node is ready to. If the exchange fails, the
+        handle learns whether this node's part stays.
         """
         commit: SaveCommit | None = None
         meta: Meta | None = None
@@ -433,8 +442,8 @@ class Saver:
                 self._stall_detector.look_at(meta)
             except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
                 failure = error
-        leads = self._leader is not None
-        has_part = meta is not None or (leads and may_be_meta_of(self.root / context.name.meta, context.save_id))
+        leads, meta_path = self._leader is not None, self.root / context.name.meta
+        has_part = meta is not None or (leads and may_be_meta_of(meta_path, context.save_id))
         if has_part:
             self.last_step = request.step  # even if the exchange fails
         try:
@@ -446,6 +455,8 @@ class Saver:
                     commit.withdraw()
                 else:
                     commit.release()
+            may_follow = not (leads or is_torn or self._ranks.nodes == 1)  # this node's leader may yet publish
+            handle.stays = may_follow or may_be_meta_of(meta_path, context.save_id)
             raise
         if commit is not None:
             commit.release()

@@ -219,19 +219,28 @@ class Bringer:
             move.error.hint = with_root(move.error.hint, str(self._node.root))
         return move
 
-    def reject(self, proposal: Proposal, reason: str, result: Result, *, freed: bool = False) -> None:
+    def reject(
+        self,
+        proposal: Proposal,
+        reason: str,
+        result: Result,
+        error: CkptMirrorError | None = None,
+        *,
+        freed: bool = False,
+    ) -> None:
         """Record that a copy could not be used.
 
         Args:
             proposal: The proposal that the ranks voted on.
             reason: Why it cannot be used.
             result: The same for the decision.
+            error: What kept a node from getting it.
             freed: Whether the nodes have rotated since, and that freed space.
         """
         self._freed = freed
         if proposal.meta is None:
             return
-        self._tried.append(Outcome(proposal.meta.save_id, proposal.kind, proposal.place, result, reason))
+        self._tried.append(Outcome(proposal.meta.save_id, proposal.kind, proposal.place, result, reason, error))
 
     def claim(self, proposal: Proposal) -> RunClaim:
         """Claim the run for what was loaded.

@@ -70,11 +70,11 @@ class Gathered:
 
     Attributes:
         result: Why it has not all files; None if it has.
-        reason: The same in words.
+        error: The error that says so.
     """
 
     result: Result | None = None
-    reason: str = ""
+    error: CkptMirrorError | None = None
 
 
 @dataclass(frozen=True)
@@ -367,5 +367,5 @@ def _receive(
 def _gathered(error: CkptMirrorError) -> Gathered:
     """Return what an error means for the copy that was being gathered."""
     if isinstance(error, LocalStorageFull):
-        return Gathered(Result.NO_ROOM, str(error))
-    return Gathered(Result.BROKEN if isinstance(error, IntegrityError) else Result.NOT_BROUGHT, str(error))
+        return Gathered(Result.NO_ROOM, error)
+    return Gathered(Result.BROKEN if isinstance(error, IntegrityError) else Result.NOT_BROUGHT, error)

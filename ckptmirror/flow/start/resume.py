@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import threading
@@ -28,9 +29,10 @@ from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import IntegrityError, KindMismatch, Temporary
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, KindMismatch, Temporary
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Attempt, Meta
+from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
 from ckptmirror.core.start.decide import Result, Wish
@@ -185,7 +187,7 @@ def _load_first_sound(
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
-                bringer.reject(proposal, found.reason, found.result, freed=freed)
+                bringer.reject(proposal, found.reason, found.result, found.error, freed=freed)
             if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
         else:
@@ -208,10 +210,14 @@ def _lists_to_read(ranks: Ranks, proposal: Proposal) -> frozenset[int]:
 
 
 class _CannotUse(Exception):
-    """The ranks agree that a copy cannot be used. Every rank raises this, since all see the same votes."""
+    """The ranks agree that a copy cannot be used. Every rank raises this, since all see the same votes.
 
-    def __init__(self, reason: str, result: Result) -> None:
-        self.reason, self.result = reason, result
+    Attributes:
+        error: What hinders a node from getting a file.
+    """
+
+    def __init__(self, reason: str, result: Result, error: CkptMirrorError | None = None) -> None:
+        self.reason, self.result, self.error = reason, result, error
 
 
 def _meet_until_done(ranks: Ranks, work: Callable[[], T] | None, node: Node | None, what: str) -> dict[int, T]:
@@ -259,7 +265,7 @@ def _gather(
     assert meta is not None
     if at_place is not None and not proposal.mirror:
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place)
-        _check_all(_meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
+        _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     whose = ranks.node_ranks if state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
     view = View(root, meta, proposal.kind, whose, whose_lists, trusted=proposal.place == DISK)
     _complete(ranks, node, proposal, view, view.begin)
@@ -300,7 +306,7 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         to_fetch = fetched_by(holdings, sizes_bytes, shared=proposal.share_downloads)
         fetched = _fetch(ranks, node, proposal, view, to_fetch) if to_fetch else {}
         if proposal.place != DISK:
-            _check_all(fetched)
+            _check_all(ranks, fetched)
         for rank in (rank for rank, one in fetched.items() if one.result is None):
             holdings[rank] = holdings[rank].with_files(to_fetch.get(rank, ()))
     plan, absent = transfers(holdings, sizes_bytes)
@@ -313,13 +319,13 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
             sent = _meet_until_done(ranks, send, node, "send a save from node to node")
         finally:
             channel.close()
-        _check_all(sent)
+        _check_all(ranks, sent)
 
 
 def _fetch(
     ranks: Ranks, node: Node | None, proposal: Proposal, view: View, to_fetch: Mapping[int, Sequence[str]]
 ) -> dict[int, Gathered]:
-    """Fetch from the mirror on each node what it is to fetch; return how that went, by rank."""
+    """Fetch from the mirror on each node what it is to fetch; return how that went, by rank (or rank 0 alone asked)."""
     at_place = proposal.at_place
     assert at_place is not None
     mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
@@ -327,7 +333,7 @@ def _fetch(
     ask = functools.partial(ask_mirror, mirror, at_place, paths) if mirror is not None and ranks.rank == 0 else None
     asked: Asked = _meet_until_done(ranks, ask, node, "ask for the objects of a save")[0]
     if asked.failed.result is not None:
-        return dict.fromkeys(to_fetch, asked.failed)
+        return {0: asked.failed}
 
     def fetch() -> Gathered:
         assert mirror is not None
@@ -393,15 +399,19 @@ def _verified_here(
     return view.path, replace(meta, artifacts=read)
 
 
-def _check_all(found: Mapping[int, Gathered]) -> None:
+def _check_all(ranks: Ranks, found: Mapping[int, Gathered]) -> None:
     """Check that every node got its files.
 
     Raises:
-        _CannotUse: One did not.
+        _CannotUse: One did not. Its error is of the class that it was on that node, with its hint.
     """
     for rank, one in sorted(found.items()):
         if one.result is not None:
-            raise _CannotUse(f"rank {rank}: {one.reason}", one.result)
+            error = copy.copy(one.error)
+            assert error is not None
+            error.message = f"{rank_name(rank, ranks.nodes_of_ranks)}: {error.message}"
+            error.args = (error.message,)
+            raise _CannotUse(error.message, one.result, error)
 
 
 def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
@@ -438,9 +448,9 @@ def _load_together(
         report = load()
         report = replace(report, changed=settle_command(state, verified, report, options.command_wins))
     except KindMismatch as error:
-        reason = (f"rank {ranks.rank}: {error}", Result.OTHER_RANKS)
+        reason = (f"{rank_name(ranks.rank, ranks.nodes_of_ranks)}: {error}", Result.OTHER_RANKS)
     except (IntegrityError, FileNotFoundError) as error:
-        reason = (f"rank {ranks.rank}: {error}", Result.TOUCHED)
+        reason = (f"{rank_name(ranks.rank, ranks.nodes_of_ranks)}: {error}", Result.TOUCHED)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     votes = ranks.exchange(reason, what="load a save", error=failure)
