@@ -71,7 +71,7 @@ def _equal(one: Any, other: Any, given: Any, returned: Any) -> bool:
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(_equal(a, b, given, returned) for a, b in pairs)
     if isinstance(one, float) and isinstance(other, float):
-        if type(given) is type(returned):
+        if type(given) is type(returned) and getattr(given, "dtype", None) == getattr(returned, "dtype", None):
             return one == other or (one != one and other != other)
         return math.isclose(one, other, rel_tol=_ROUNDING) or (one != one and other != other)
     return bool(one == other)

@@ -158,11 +158,10 @@ class UnchangedCheck:
             )
         parameters = _first_names(state)
         names = self._changed(self._tensors(parameters, optimizers))
-        if any(name.startswith(_STATE) for name in names) or any(
-            callable(getattr(o, "train", None)) for o in optimizers
-        ):
+        if any(name.startswith(_STATE) for name in names) or _swaps(optimizers):
             return
-        self._refuse_changed(names, parameters, "the first save, while the optimizer made no step")
+        there = [name for name in names if name.removeprefix("model.") in parameters]
+        self._refuse_changed(there, parameters, "the first save, while the optimizer made no step")
 
     def _changed(self, tensors: Iterable[tuple[str, Any]], *, without_state: bool = False) -> tuple[str, ...]:
         from ckptmirror.formats.live_sums import fingerprints_of
@@ -183,7 +182,7 @@ class UnchangedCheck:
                 if (name := names.get(id(parameter))) is not None and parameter in optimizer.state:
                     yield from walk_tensors({"optimizer": {"state": {name: dict(optimizer.state[parameter])}}})
 
-    def _refuse_changed(self, names: list[str] | tuple[str, ...], parameters: Mapping[str, Any], until: str) -> None:
+    def _refuse_changed(self, names: list[str], parameters: Mapping[str, Any], until: str) -> None:
         if not names:
             return
         text = (
@@ -236,7 +235,8 @@ def _memory_in_saves(state: TrainState) -> dict[str, int]:
     from ckptmirror.formats.names import live_values
     from ckptmirror.formats.optimizer_state import capture_optimizer
 
-    parts: dict[str, Any] = {"model": dict(live_values(state.model))}
+    is_patched = "state_dict" in vars(state.model)  # it may gather, and then gives copies
+    parts: dict[str, Any] = {"model": dict(live_values(state.model)) if not is_patched else {}}
     if state.optimizer is not None:
         parts["optimizer"] = {"state": capture_optimizer(state.model, state.optimizer)["state"]}
     return {name: _place(tensor) for name, tensor in walk_tensors(parts)}

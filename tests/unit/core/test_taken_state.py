@@ -27,6 +27,7 @@ def places(given: Any, returned: Any) -> list[str]:
         ({"t": torch.tensor([1.0, NAN])}, {"t": torch.tensor([1.0, NAN])}),
         ({"lr": 0.1}, {"lr": torch.tensor(0.1)}),
         ({"lr": torch.tensor(0.1)}, {"lr": 0.1}),
+        ({"lr": torch.tensor(0.1)}, {"lr": torch.tensor(0.1, dtype=torch.float64)}),
         ({"n": np.float64(0.1)}, {"n": 0.1}),
         ({"large": torch.zeros(5000)}, {"large": torch.ones(5000)}),
         ({"own": object()}, {"own": object()}),
