@@ -347,17 +347,17 @@ def test_a_flaw_of_the_check_stops_no_training(resumed: Any, monkeypatch: pytest
 # -- shards ----------------------------------------------------------------------------------------------------------
 
 
-def sharded(seed: int) -> TrainState:
+def sharded(seed: int, rows: int = 4) -> TrainState:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, rows))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
     return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.01))
 
 
-def save_shards(_rank: int, root: Path) -> None:
-    state = sharded(0)
+def save_shards(_rank: int, root: Path, rows: int = 4) -> None:
+    state = sharded(0, rows)
     with CheckpointManager(root) as manager:
         manager.resume(state)
         train(state, STEP)
@@ -386,8 +386,8 @@ def change_one_shard(rank: int, root: Path) -> list[str]:
     return found
 
 
-def go_on(_rank: int, root: Path) -> int:
-    state = sharded(5)
+def go_on(_rank: int, root: Path, rows: int = 4) -> int:
+    state = sharded(5, rows)
     with CheckpointManager(root) as manager:
         start = manager.resume(state)
         assert start is not None
@@ -406,3 +406,8 @@ def test_each_rank_compares_its_own_shards_and_asks_no_other(tmp_path: Path) -> 
     assert "model.1.weight changed (rank 1)" in mine[1]
     assert "rank 1" in other[1]  # a save fails on every rank
     assert run_ranks(2, go_on, tmp_path) == [STEP, STEP]
+
+
+def test_a_rank_that_has_nothing_of_a_parameter_has_its_state_all_the_same(tmp_path: Path) -> None:
+    run_ranks(3, save_shards, tmp_path, 2)
+    assert run_ranks(3, go_on, tmp_path, 2) == [STEP] * 3

@@ -66,8 +66,8 @@ class UnchangedCheck:
         mine = {name: tensor for name, tensor in self._tensors(live, self._there()) if _is_at(tensor, seen.get(name))}
         self._loaded = [one for one in loaded if one.name in mine]
         kept = {one.name for one in self._loaded}
-        self._parameters = {name: ref(one) for name, one in live.items() if f"model.{name}" in kept}
-        self._samples = {name: _sample(live[name]) for name in self._parameters}
+        self._parameters = {name: ref(one) for name, one in live.items()}
+        self._samples = {name: _sample(one) for name, one in live.items() if f"model.{name}" in kept}
         if self._loaded:
             self._remove = before_steps(self._look)
 
