@@ -210,12 +210,12 @@ def read_tree(directory: Path, named: Container[str] | None = None) -> Any:
     return reader.value(entries)
 
 
-def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str) -> None:
+def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str, *, all_here: bool) -> None:
     """Check that a ``.metadata`` describes whole tensors in files of these sizes, as a load does first.
 
     Args:
         data: The bytes of ``.metadata``.
-        sizes_bytes: The size of each other file that the save's meta names in the directory.
+        sizes_bytes: The size of each other file that the meta names there; ``all_here``: no other node has more.
         where: The directory's name, for messages.
 
     Raises:
@@ -224,7 +224,7 @@ def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str) -> 
     """
     metadata = loads_metadata(data, where)
     check_entries(metadata, where)
-    check_ranges(metadata, sizes_bytes, where)
+    check_ranges(metadata, sizes_bytes, where, expected=lambda _: all_here)
     _entries(metadata)
 
 
