@@ -222,12 +222,12 @@ def saved_pieces(directory: Path, named: Container[str]) -> Iterator[tuple[str, 
                 yield ".".join(map(str, entry.path)), piece
 
 
-def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str) -> None:
+def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str, *, all_here: bool) -> None:
     """Check that a ``.metadata`` describes whole tensors in files of these sizes, as a load does first.
 
     Args:
         data: The bytes of ``.metadata``.
-        sizes_bytes: The size of each other file that the save's meta names in the directory.
+        sizes_bytes: The size of each other file that the meta names there; ``all_here``: no other node has more.
         where: The directory's name, for messages.
 
     Raises:
@@ -236,7 +236,7 @@ def check_directory(data: bytes, sizes_bytes: Mapping[str, int], where: str) -> 
     """
     metadata = loads_metadata(data, where)
     check_entries(metadata, where)
-    check_ranges(metadata, sizes_bytes, where)
+    check_ranges(metadata, sizes_bytes, where, expected=lambda _: all_here)
     _entries(metadata)
 
 

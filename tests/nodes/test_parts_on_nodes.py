@@ -68,6 +68,20 @@ def test_one_node_that_goes_on_alone_gives_a_new_mirror_the_whole_save(tmp_path:
     assert there == {one.path for one in meta_at(tmp_path / "mirror").artifacts}
 
 
+def test_the_parts_of_a_healthy_save_are_whole_when_every_byte_is_read_and_one_that_lost_a_bit_is_not(
+    tmp_path: Path,
+) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    for root in (tmp_path / "a", tmp_path / "b"):
+        ended = run("verify", "--deep", "--root", root, "--mirror", f"file://{tmp_path}/mirror")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    (shard,) = (tmp_path / "b" / "dcp_000002").glob("__1_0.distcp")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert run("verify", "--deep", tmp_path / "b").returncode == 6
+
+
 def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None:
     Job(tmp_path, "ab", (1, 2), mirrored=False).run()
     root = tmp_path / "a"

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -36,6 +36,7 @@ from ckptmirror.core.errors import (
     NoTable,
     Temporary,
 )
+from ckptmirror.core.lifecycle import SETTLED
 from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.disks import Torn
@@ -57,7 +58,7 @@ from ckptmirror.flow.places.mirrors import (
     stop_retrying,
 )
 from ckptmirror.flow.places.trash import empty_trash
-from ckptmirror.flow.retention.durability import Durability, OpenSave, open_saves
+from ckptmirror.flow.retention.durability import Durability, OpenSave, open_saves, waiting_for_nodes
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, RotationReport, rotate
@@ -480,12 +481,18 @@ class Node:
         if all(open_saves(self.table, whole, mirrors, [save_id]) for save_id in own):
             return
         for meta in whole:
-            if meta.save_id in self._behind:
+            if meta.save_id in self._behind and self._only_waits_for_nodes(meta.save_id, mirrors):
                 why = f"step {meta.step} is abandoned: no disk of this job has the rest, and the run went on without it"
                 self.table.skip(meta.save_id, why)
-                save_logger(_log, meta).warning("%s; this node's part is given up", why)
-        self._abandoned |= self._behind
-        self._behind = frozenset()
+                save_logger(_log, meta).warning("%s; this node's part, which the mirrors have, may go", why)
+                self._abandoned |= {meta.save_id}
+                self._behind -= {meta.save_id}
+
+    def _only_waits_for_nodes(self, save_id: str, mirrors: Collection[str]) -> bool:
+        """Whether each mirror has this node's part: if another node's disk comes back, it makes the save whole there."""
+        records = self.table.records(save_id=save_id)
+        left = [one for one in records if one.mirror in mirrors and one.state not in SETTLED]
+        return waiting_for_nodes(records, mirrors) == left
 
     def _is_newest(self) -> bool:
         """Ask each required mirror, as the rotation will do too, whether a newer attempt has started."""
