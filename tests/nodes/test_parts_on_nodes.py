@@ -12,6 +12,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.start.rewind import plan_rewind
 from tests.kit.cli import run
+from tests.kit.training import same
 from tests.nodes.jobs import Job
 
 pytestmark = pytest.mark.long
@@ -100,3 +101,17 @@ def test_a_part_does_not_give_way_to_what_is_left_of_a_save(tmp_path: Path) -> N
     with pytest.raises(RefusedOnlyCopy, match="holds node 0's part of save"):
         stage_checkpoint_step(f"file://{tmp_path}/mirror", dest=tmp_path / "a", step=2, require_kind="dcp")
     assert meta_at(tmp_path / "a") == before
+
+
+def test_a_save_that_lost_one_kind_on_each_node_is_passed_over_for_what_both_lost(tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", (1, 2), mirrored=False).run()
+    (tmp_path / "a" / "dcp_000002" / "__0_0.distcp").unlink()
+    (tmp_path / "b" / "optim_000002_rank1.pt").unlink()
+    for one in Job(tmp_path, "ab", mirrored=False).run():
+        assert (one.step, one.place) == (1, "disk")
+        assert same(one.began, first[0].saved[1])
+        lost_dcp, lost_model = one.passed_over.split("; step 2")
+        assert "node 0" in lost_dcp
+        assert "__0_0.distcp is missing; so kind dcp is not whole" in lost_dcp
+        assert "node 1" in lost_model
+        assert "optim_000002_rank1.pt is missing; so kind model is not whole" in lost_model

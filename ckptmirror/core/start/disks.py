@@ -237,19 +237,41 @@ def _joined(found: Sequence[Part]) -> Copy:
     return Copy(replace(first.save, kinds=kinds), origin, world_size=first.world_size)
 
 
-def _problems(parts: Mapping[str, Sequence[Part]], whole: Mapping[str, Iterable[Kind]]) -> Iterator[Problem]:
+def _problems(parts: Mapping[str, Sequence[Part]], whole: Mapping[str, Sequence[Kind]]) -> Iterator[Problem]:
     for save_id, found in parts.items():
         save = found[0].save
-        kinds = tuple(kind for kind in save.kinds if kind not in whole.get(save_id, ()))
+        there = whole.get(save_id, ())
+        kinds = tuple(kind for kind in save.kinds if kind not in there)
         if not kinds:
             continue
-        name, why, hindrance = found[0].name, "", found[0].hindrance
         if absent := _absent(found):
             unit = "rank" if _is_snapshot(found) else "node"
             numbers = ", ".join(map(str, absent[:_NAMED])) + (", ..." if len(absent) > _NAMED else "")
             which = f"{unit}{'s' if len(absent) > 1 else ''} {numbers}"
             why = f"{found[0].of} {unit}s saved it, and no disk of this job has what {which} of those wrote"
-        else:
-            faulty = min((part for part in found if part.why), key=lambda part: part.hindrance, default=found[0])
-            name, why, hindrance = faulty.name, faulty.why, faulty.hindrance
-        yield Problem(name, why, save.step, save_id, kinds, save, "" if absent else hindrance)
+            yield Problem(found[0].name, why, save.step, save_id, kinds, save)
+            continue
+        torn: dict[tuple[Part, ...], list[Kind]] = {}
+        for kind in kinds:
+            torn.setdefault(_faulty(found, kind), []).append(kind)
+        for faulty, lost in torn.items():
+            worst = min(faulty, key=lambda part: part.hindrance)  # what is broken outweighs what may be read later
+            why = worst.why
+            if len(faulty) > 1:
+                why += f", and {len(faulty) - 1} more of its {worst.of} parts are not whole"
+            if there:
+                why += f"; in kind {'+'.join(there)} it is whole"
+            elif len(torn) > 1:
+                why += f"; so kind {'+'.join(lost)} is not whole"
+            yield Problem(worst.name, why, save.step, save_id, tuple(lost), save, worst.hindrance)
+
+
+def _faulty(found: Sequence[Part], kind: Kind) -> tuple[Part, ...]:
+    """Return a part for each share that is whole nowhere in this kind: one that may be read later, if there is one."""
+    have = {share for part in found if kind in part.kinds for share in part.shares}
+    best: dict[int, Part] = {}
+    for part in found:
+        for share in part.shares:
+            if share not in have and (share not in best or part.hindrance > best[share].hindrance):
+                best[share] = part
+    return tuple(dict.fromkeys(best.values()))

@@ -176,13 +176,14 @@ def part_word(meta: Meta) -> str:
 
 
 def _problem_in(meta: Meta, whole: Sequence[Kind], why: str, hindrance: Hindrance = "") -> Problem:
-    """The problem of a save in the kinds that are not whole."""
+    """The problem of a save in the kinds that are not whole. In which a part is, tells nothing about its save."""
     if not whole:
         return Problem.of(meta, why, hindrance)
     kinds = tuple(kind for kind in meta.kinds if kind not in whole)
     if not kinds:
         return replace(Problem.of(meta, f"{why}; no load needs it", hindrance), kinds=())
-    return replace(Problem.of(meta, f"{why}; in kind {'+'.join(whole)} it is whole", hindrance), kinds=kinds)
+    elsewhere = f"; in kind {'+'.join(whole)} it is whole" if meta.is_whole else ""
+    return replace(Problem.of(meta, why + elsewhere, hindrance), kinds=kinds)
 
 
 def _problem_of_item(root: Path, item: Item) -> Problem:

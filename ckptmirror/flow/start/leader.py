@@ -489,7 +489,7 @@ class Node:
                 self._behind -= {meta.save_id}
 
     def _only_waits_for_nodes(self, save_id: str, mirrors: Collection[str]) -> bool:
-        """Whether each mirror has this node's part: if another node's disk comes back, it makes the save whole there."""
+        """Whether each mirror has this node's part: if the other disk comes back, it makes the save whole there."""
         records = self.table.records(save_id=save_id)
         left = [one for one in records if one.mirror in mirrors and one.state not in SETTLED]
         return waiting_for_nodes(records, mirrors) == left

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckptmirror.core.errors import ConfigError
 from ckptmirror.core.model import Attempt, Kind
+from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.attempts import may_drain
 from ckptmirror.core.start.decide import Try, Wish, next_move
@@ -86,9 +87,48 @@ def test_a_torn_part_says_why_and_a_whole_copy_elsewhere_ends_the_problem() -> N
     torn = [disk(part(ONE, 0)), disk(part(ONE, 1, kinds=("model",), why="a file is short"))]
     found = one_disk(torn)
     assert held(found) == {"a1": ("model",)}
-    assert [(one.kinds, one.why) for one in found.problems] == [(("dcp",), "a file is short")]
+    assert [(one.kinds, one.why) for one in found.problems] == [
+        (("dcp",), "a file is short; in kind model it is whole")
+    ]
     staged = replace(disk(), copies=(Copy(ONE, Origin.STAGED),))
     assert one_disk([*torn, staged]).problems == ()
+
+
+def test_a_save_that_lost_a_kind_on_one_node_and_another_on_the_next_names_both() -> None:
+    lost_model, lost_dcp = (
+        part(ONE, 0, kinds=("dcp",), why="no weights"),
+        part(ONE, 1, kinds=("model",), why="no shard"),
+    )
+    found = one_disk([disk(lost_model), disk(lost_dcp)])
+    assert held(found) == {}
+    assert {(one.name, one.kinds, one.why) for one in found.problems} == {
+        (lost_model.name, ("model",), "no weights; so kind model is not whole"),
+        (lost_dcp.name, ("dcp",), "no shard; so kind dcp is not whole"),
+    }
+
+
+def test_parts_that_are_torn_alike_are_counted() -> None:
+    (found,) = one_disk([disk(part(ONE, share, 3, kinds=(), why=f"{share} is short")) for share in range(3)]).problems
+    assert (found.kinds, found.why) == (BOTH_KINDS, "0 is short, and 2 more of its 3 parts are not whole")
+
+
+@pytest.mark.parametrize(
+    ("torn", "waits"),
+    [
+        ([(0, ("dcp",), "unreadable"), (1, ("model",), "")], True),  # in kind model it may be whole
+        ([(0, ("dcp",), ""), (1, ("model",), "unreadable")], True),
+        ([(0, ("dcp",), "unreadable"), (1, ("dcp",), ""), (1, (), "")], False),
+        ([(0, (), "unreadable"), (1, (), "")], False),
+        ([(0, (), "unreadable"), (0, (), ""), (1, BOTH_KINDS, "")], True),  # of two copies, one may be whole
+        ([(0, (), ""), (0, (), "unreadable"), (1, BOTH_KINDS, "")], True),
+    ],
+)
+def test_a_save_that_may_be_whole_in_a_kind_once_a_part_can_be_read_is_waited_for(
+    torn: list[tuple[int, tuple[Kind, ...], Hindrance]], waits: bool
+) -> None:
+    parts = [replace(part(ONE, share, kinds=kinds, why="torn"), hindrance=found) for share, kinds, found in torn]
+    found = one_disk([disk(one) for one in parts])
+    assert any(one.hindrance for one in found.problems) is waits
 
 
 def test_what_nodes_list_and_know_is_put_together() -> None:
