@@ -121,7 +121,7 @@ def test_a_byte_leaves_the_bucket_once_per_node_or_once_for_all(
         "fsdp": {"__0_small0.distcp": 3, "__0_0.distcp": 1, "__1_0.distcp": 1, "__2_0.distcp": 1},
     }[wrapped]
     expected = {".metadata": 3, **needed} if kinds == ("dcp",) else {"model_000002.pt": 3, "optim_000002_rank0.pt": 3}
-    expected |= {f"extra_000002_rank{rank}.pt": 1 for rank in range(3)}
+    expected |= {name: 1 for n in range(3) for name in (f"extra_000002_rank{n}.pt", f"tensors_000002_rank{n}.json")}
     if shares:
         expected = dict.fromkeys(expected, 1)
     assert {name.rpartition("/")[2]: times for name, times in media_of(requests).items()} == expected
@@ -190,5 +190,5 @@ def test_a_node_that_dies_in_its_download_ends_the_start_of_all_and_the_next_goe
         shutil.rmtree(tmp_path / "of-3" / node)
     job = job_on(tmp_path, "abc", wrapped="ddp", kinds=("dcp",), shares=True)
     _, *others = job.run(dies_in_its_download, dead=(0,))
-    assert all("rank 0 is gone" in one.failed for one in others)
+    assert all("rank 0 on node 0 is gone" in one.failed for one in others)
     expect(job.run(), 2, job.url, first)

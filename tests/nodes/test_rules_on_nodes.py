@@ -139,7 +139,7 @@ def save_until_one_dies(rank: int, job: Job) -> tuple[list[str], bool]:
     manager.save(1, state).wait("committed", WAIT_S)
     if rank == job.dies:
         crashpoints.arm(job.crash_at)
-    with pytest.raises(CkptMirrorError, match=f"rank {job.dies} is gone"):
+    with pytest.raises(CkptMirrorError, match=f"rank {job.dies} on node 1 is gone"):
         manager.save(2, state).wait("committed", WAIT_S)
     manager.close(timeout_s=0.0)
     return why, (root / "meta_000002.json").exists()
@@ -158,7 +158,7 @@ def test_a_save_in_which_a_rank_dies_says_whether_anything_of_it_stays(
     job = Job(tmp_path, "aab", dies=2, crash_at=crash_at)
     *others, _ = job.run(save_until_one_dies)
     for (why,), is_here in others:
-        assert "rank 2 is gone" in why
+        assert "rank 2 on node 1 is gone" in why
         assert why.endswith(says)
         assert is_here is stays
 

@@ -460,7 +460,9 @@ class Node:
     def rotate_now(self, timeout_s: float) -> RotationReport:
         """Wait up to ``timeout_s`` seconds for pending uploads, then rotate."""
         if self._workers is not None:
-            self._workers.wait_until_verified(lambda: not self._still_moving(), timeout_s)
+            self._workers.wait_until_verified(
+                lambda: not self._still_moving() and self._has_sent_what_is_behind(), timeout_s
+            )
         return self.rotate()
 
     def _rotate_by_policy(self) -> None:
@@ -487,6 +489,9 @@ class Node:
                 save_logger(_log, meta).warning("%s; this node's part, which the mirrors have, may go", why)
                 self._abandoned |= {meta.save_id}
                 self._behind -= {meta.save_id}
+
+    def _has_sent_what_is_behind(self) -> bool:
+        return all(self._only_waits_for_nodes(save_id, self._counting()) for save_id in self._behind)
 
     def _only_waits_for_nodes(self, save_id: str, mirrors: Collection[str]) -> bool:
         """Whether each mirror has this node's part: if the other disk comes back, it makes the save whole there."""

@@ -204,9 +204,9 @@ def _lists_to_read(ranks: Ranks, proposal: Proposal) -> frozenset[int]:
     assert meta is not None
     if lost_lists(meta) or (at_place is not None and lost_lists(at_place)):
         return frozenset()
-    if 0 in ranks.node_ranks and meta.world_size != ranks.world_size:
-        return frozenset(range(meta.world_size))
-    return frozenset({0, *ranks.node_ranks})
+    if meta.world_size == ranks.world_size:
+        return frozenset(ranks.node_ranks)
+    return frozenset(range(meta.world_size) if 0 in ranks.node_ranks else {0, *ranks.node_ranks})
 
 
 class _CannotUse(Exception):
