@@ -25,13 +25,15 @@ if TYPE_CHECKING:
 @exit_codes(3, 5, 6, 7, 10, 11, 12)
 @click.command(short_help="Continue the run from an older save.")
 @root_option
-@step_option("Go back to this step; this, --save or --scratch is required.")
+@step_option("Go back to this step; it, --save or --scratch is required.")
 @click.option(
     "--save",
     metavar="ID",
-    help="Go to this save (at least 8 digits of its id), which may be superseded.",
+    help="Go to this save (8 digits or more of its id), which may be superseded; it, --step or --scratch is required.",
 )
-@click.option("--scratch", is_flag=True, help="Start over: the next start begins at step 0.")
+@click.option(
+    "--scratch", is_flag=True, help="Start over: the next start begins at step 0; it, --step or --save is required."
+)
 @click.option(
     "--mirror",
     "mirrors",

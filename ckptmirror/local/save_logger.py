@@ -19,6 +19,7 @@ def save_logger(
     log: logging.Logger,
     save: object = None,
     *,
+    step: int | None = None,
     event: str | None = None,
     rank: int | None = None,
     mirror: str | None = None,
@@ -27,6 +28,7 @@ def save_logger(
 
     Args:
         save: An object with some of ``step``, ``kinds``, ``save_id``, ``mirror`` and ``rank``: a meta, a record, a row.
+        step: The step, where there is no save.
         event: The class name of the event that is emitted too.
         rank: The rank.
         mirror: URL.
@@ -35,7 +37,7 @@ def save_logger(
         log,
         about(
             event=event,
-            step=getattr(save, "step", None),
+            step=step if step is not None else getattr(save, "step", None),
             kinds=getattr(save, "kinds", None) or (),
             rank=rank if rank is not None else getattr(save, "rank", None),
             mirror=mirror if mirror is not None else getattr(save, "mirror", None),

@@ -36,7 +36,7 @@ class Sent(SingleRank):
 
 def view_of(root: Path, meta: Meta, kind: Kind = "dcp") -> View:
     (root / ".ckptmirror").mkdir(exist_ok=True)
-    return View(root, plain(meta), kind, (0,), trusted=True)
+    return View(root, plain(meta), kind, (0,), (0,), trusted=True)
 
 
 @pytest.mark.parametrize("has_links", [True, False])
@@ -128,7 +128,7 @@ def test_a_meta_on_the_mirror_that_lacks_a_file_of_the_save_is_a_broken_copy(tmp
     assert lacks == (path,)
     few = replace(meta, artifacts=tuple(artifact for artifact in meta.artifacts if artifact.path != path))
     found = view.fetch(Mirror(url, True, store), few, lacks, Asked())
-    assert (found.result, path in found.reason) == (Result.BROKEN, True)
+    assert (found.result, path in str(found.error)) == (Result.BROKEN, True)
     store.close()
 
 

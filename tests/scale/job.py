@@ -275,7 +275,8 @@ class Job:
         some = self.places[: nodes or len(self.places)]
         for place in some:
             ranks = _Ranks(self.shape, self.places.index(place))
-            view = View(place.node.root, meta, proposal.kind, ranks.node_ranks, trusted=proposal.place == DISK)
+            own_ranks = ranks.node_ranks
+            view = View(place.node.root, meta, proposal.kind, own_ranks, own_ranks, trusted=proposal.place == DISK)
             lacks = set(view.begin().lacks)
             own = {one.path for one in artifacts_of(self.shape, ranks.node, meta.step)}
             view.need({path for path in own if path.endswith(".distcp")})

@@ -25,6 +25,7 @@ from weakref import ReferenceType, ref
 
 from ckptmirror.core.errors import LoadDiffers
 from ckptmirror.core.tensor_proof import Summed, changed
+from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class UnchangedCheck:
         if not any(one.name.startswith(_STATE) for one in self._loaded) or not optimizers:
             return  # training by anything else cannot be told from a change
         if model is not None and not _is_part(model, state.model) and not _is_part(state.model, model):
-            _log.warning(
+            save_logger(_log, step=self._step, rank=self._rank).warning(
                 "the model of this save is not the one that resume() loaded step %d into (rank %d). %s",
                 self._step,
                 self._rank,
@@ -190,7 +191,9 @@ class UnchangedCheck:
         )
         of_model = [name.removeprefix("model.") for name in names if not name.startswith(_STATE)]
         if len(of_model) == len(names) and not any(self._is_other(name, parameters[name]) for name in of_model):
-            _log.warning("%s. The values are close to those that were loaded. %s", text, _HINT)
+            save_logger(_log, step=self._step, rank=self._rank).warning(
+                "%s. The values are close to those that were loaded. %s", text, _HINT
+            )
             return
         raise LoadDiffers(f"{text}.", hint=_HINT)
 

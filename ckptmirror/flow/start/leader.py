@@ -311,7 +311,7 @@ class Node:
         has_saved = "saved" in self._signs
         self._signs.add(sign)
         if sign == "diverged":
-            _log.warning(
+            save_logger(_log, step=step).warning(
                 "step %d: the reported loss is %s. If %d starts in a row fail from one save, the next one goes back to "
                 "the save before it",
                 step,
