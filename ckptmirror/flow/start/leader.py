@@ -132,6 +132,7 @@ class Node:
         self._meet_again = False
         self._torn: frozenset[str] = frozenset()
         self._behind: frozenset[str] = frozenset()
+        self._cannot_be_on: Mapping[str, tuple[str, ...]] = {}
         self._abandoned: frozenset[str] = frozenset()
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
@@ -195,16 +196,16 @@ class Node:
         """
         self.claim = claim
         self._signs = set()
-        self._torn, self._behind = torn.all, torn.behind
+        self._torn, self._behind, self._cannot_be_on = torn.all, torn.behind, torn.cannot_be_on
         self._abandoned = frozenset(abandoned or ())
         for save_id, reason in (abandoned or {}).items():
             if self.table.skip(save_id, reason):
                 _log.warning("%s; this node's part is not uploaded", reason)
         self.table.claim_identity(RootIdentity.of(self.root, claim.run_id))
-        self._start_services(claim, torn)
+        self._start_services(claim)
         self.write_status("running")
 
-    def _start_services(self, claim: RunClaim, torn: Torn) -> None:
+    def _start_services(self, claim: RunClaim) -> None:
         self._workers = UploadWorkers(
             self.root,
             self.table,
@@ -216,7 +217,7 @@ class Node:
         )
         set_mirrors(self.table, self.specs)
         self._add_records(lambda whole: whole)
-        for save_id, places in torn.cannot_be_on.items():
+        for save_id, places in self._cannot_be_on.items():
             for url in places:
                 self.table.skip(save_id, "no disk of this job has what other nodes had to send here", mirror=url)
         self.table.retry_failed()
