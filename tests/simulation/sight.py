@@ -185,7 +185,8 @@ def view_from(world: World, host: Host) -> View:
                 paths = _paths(meta, kind)
                 if place == "disk" and not _needed(world, answering, meta, kind) <= paths:
                     continue  # somebody staged some files of it here, which is not enough to resume from
-                copies.setdefault((save_id, kind), []).append((place, paths <= seen.right))
+                needed = {one for one in paths if not one[1].startswith("tensors_")}  # no load needs it
+                copies.setdefault((save_id, kind), []).append((place, needed <= seen.right))
     attempts = attempts_seen(*places.values())
     attempts |= {m.attempt.id: known(m.attempt) for m in disk.every if m.staged_from is None} | attempts
     usable = {
