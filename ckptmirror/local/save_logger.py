@@ -28,7 +28,7 @@ def save_logger(
 
     Args:
         save: An object with some of ``step``, ``kinds``, ``save_id``, ``mirror`` and ``rank``: a meta, a record, a row.
-        step: The step, where there is no save.
+        step: The step, if no object has it.
         event: The class name of the event that is emitted too.
         rank: The rank.
         mirror: URL.

@@ -86,7 +86,7 @@ class Wish:
     Attributes:
         reference: ``"auto"``, ``"latest"``, ``"scratch"``, a step, or a save id (8 digits or more).
         kind: The kind to load, if the caller named one.
-        force: Start from scratch even where there are saves; go back to a save even where training went on from it.
+        force: Start from scratch even where there are saves; go back to a save even if training continued from it.
         world_size: How many ranks will load.
     """
 
@@ -212,7 +212,7 @@ def settled(evidence: Evidence, wish: Wish) -> tuple[Wish, Attempt | None]:
         counted = count(_of_run(evidence, _run_to_continue(evidence, wish)))
     except CkptMirrorError:
         return wish, None  # next_move says why
-    decided = [one for one in map(counted.known.__getitem__, counted.counting) if one.by_person]
+    decided = [one for one in counted.known.values() if one.by_person and one.id in counted.counting]
     have_saved = {save.attempt for save in counted.saves}
     for at, begun in enumerate(counted.order.way):
         by_person = any(one.parent == begun.parent and one.number <= begun.number for one in decided)

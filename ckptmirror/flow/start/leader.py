@@ -219,7 +219,13 @@ class Node:
         self._add_records(lambda whole: whole)
         for save_id, places in self._cannot_be_on.items():
             for url in places:
-                self.table.skip(save_id, "no disk of this job has what other nodes had to send here", mirror=url)
+                if self.table.skip(save_id, "no disk of this job has what other nodes had to send here", mirror=url):
+                    save_logger(_log, mirror=url).warning(
+                        "save %s stays off %s: no disk of this job has what other nodes had to send there, and another "
+                        "required mirror has the save",
+                        save_id[:8],
+                        url,
+                    )
         self.table.retry_failed()
         self.table.end_delays([mirror.url for mirror in self.mirrors])  # they grew in an outage that may be over
         counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
