@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core.containers import is_mapping, is_sequence, items_of
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.buffers import arrays_share, bounds_of
-from ckptmirror.formats.containers import is_mapping, is_sequence, items_of
 from ckptmirror.formats.shards import Piece, fill, local_of, piece_of
 
 __all__ = ["Span", "Taken", "holds", "overlaps_itself", "same", "share_bytes", "span_of"]

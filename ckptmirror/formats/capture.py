@@ -25,13 +25,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ckptmirror.core import per_rank
+from ckptmirror.core.containers import any_leaf, placed_leaves
 from ckptmirror.core.errors import RankFailed, UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.command import KEY as COMMAND
 from ckptmirror.formats.command import command_of
-from ckptmirror.formats.containers import any_leaf, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.extra_aliases import aliases_of
 from ckptmirror.formats.names import bare, live_parameters, live_values

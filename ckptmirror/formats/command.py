@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ckptmirror.core.command_changes import Command
-from ckptmirror.formats.containers import place, placed_leaves, takes_state
+from ckptmirror.core.containers import place, placed_leaves, takes_state
 from ckptmirror.formats.optimizer_state import optimizers_of
 
 __all__ = [

@@ -35,13 +35,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.serialization import config as serialization_config
 
+from ckptmirror.core.containers import leaves
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.names import SaveName, tmp_name
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import Stages
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
-from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.dcp_files import SMALL, DirectoryWriter
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges
 from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata

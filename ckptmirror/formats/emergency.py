@@ -15,13 +15,14 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ckptmirror.core.containers import TreePath, placed_leaves
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.per_rank import own_for, recorded
@@ -30,20 +31,19 @@ from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
-from ckptmirror.formats.containers import TreePath, placed_leaves
 from ckptmirror.formats.load_model import plan_model
 from ckptmirror.formats.load_parts import load_parts
 from ckptmirror.formats.model import full_optimizer
 from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.shards import Piece, cut, region_of
-from ckptmirror.formats.sidecars import load_extra, tensor_list
+from ckptmirror.formats.sidecars import load_extra, ranks_read, tensor_list
 from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import Versions, versions_in
 from ckptmirror.local.directories import make_dirs
 
-__all__ = ["FORMAT", "EmergencyFormat", "emergency_extra", "names_of_rank", "write_emergency"]
+__all__ = ["FORMAT", "EmergencyFormat", "emergency_extra", "names_of_rank", "snapshot_files_read", "write_emergency"]
 
 
 def write_emergency(
@@ -178,6 +178,41 @@ def emergency_extra(root: Path, meta: Meta, target: LoadTarget) -> dict[str, Any
     return extra
 
 
+def snapshot_files_read(root: Path, meta: Meta, target: LoadTarget) -> set[str]:
+    """Return the paths of the files that a load reads on a rank: its own, and the others that it may need.
+
+    Raises:
+        IntegrityError: Its own file is broken or hostile.
+        FileNotFoundError: It is missing.
+    """
+    source, directory = _source(root, meta, target)
+    tree = _snapshot(source, directory)
+    ranks = ranks_read(source.below("extra"), meta, target)
+    if tree.get("sharded") is not True:
+        ranks.add(0)
+    elif not _are_own_pieces(tree, target.state.model):
+        ranks.update(source.ranks)
+    return {f"{directory.name}/{names_of_rank(rank)[0]}" for rank in ranks}
+
+
+def _are_own_pieces(tree: Mapping[str, Any], module: torch.nn.Module) -> bool:
+    """Whether a rank's file holds the very pieces that the rank holds now."""
+    live, optimizer = live_values(module), tree["optimizer"]
+    own: dict[Hashable, Region] = {
+        name: region_of(value) for name, value in live.items() if isinstance(value, torch.Tensor)
+    }
+    saved = {name: _region(value) for name, value in tree["model"].items()}
+    if saved.keys() != live.keys() or any(saved[name] != region for name, region in own.items()):
+        return False
+    state = placed_leaves(optimizer.get("state")) if isinstance(optimizer, dict) else ()
+    return all(own.get(path[0]) == leaf.region for path, leaf in state if isinstance(leaf, Piece))
+
+
+def _region(value: Any) -> Region | None:
+    """Return the region of a saved value of the model; None if it is no tensor."""
+    return value.region if isinstance(value, Piece) else region_of(value) if isinstance(value, torch.Tensor) else None
+
+
 def _source(root: Path, meta: Meta, target: LoadTarget) -> tuple[RankFiles, Path]:
     names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
     if len(names) != 1:
@@ -236,10 +271,8 @@ def _first_other(values: Iterable[Any]) -> int | None:
     """Return the number of the first value that differs from an earlier one at the same place of the whole."""
     seen: dict[Region, torch.Tensor] = {}
     for number, value in enumerate(values):
-        if isinstance(value, (Piece, torch.Tensor)):
-            region, data = (value.region, value.data) if isinstance(value, Piece) else (region_of(value), value)
-            if not same(seen.setdefault(region, data), data):
-                return number
+        if (region := _region(value)) is not None and not same(seen.setdefault(region, value.data), value.data):
+            return number
     return None
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from ckptmirror.core.containers import TreePath, any_leaf, is_mapping, is_sequence, items_of, leaves, takes_state
 from ckptmirror.formats.already_filled import Taken
 from ckptmirror.formats.buffers import is_array
-from ckptmirror.formats.containers import TreePath, any_leaf, is_mapping, is_sequence, items_of, leaves, takes_state
 from ckptmirror.formats.shards import local_of
 from ckptmirror.formats.state_tree import state_of
 

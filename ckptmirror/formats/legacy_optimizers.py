@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from ckptmirror.core.containers import TreePath, changed, place
 from ckptmirror.core.errors import CkptMirrorError
-from ckptmirror.formats.containers import TreePath, changed, place
 from ckptmirror.formats.names import live_parameters, match_names
 from ckptmirror.formats.optimizer_state import is_state, optimizers_of, owners_of, parameters_by_key, plan_optimizer
 from ckptmirror.formats.shards import spread

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from ckptmirror.core.command_changes import Command, refuse_other_classes
+from ckptmirror.core.containers import any_leaf, changed, takes_state
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.name_rules import ALL_NAMES
 from ckptmirror.core.per_rank import matching, own_for
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.command import KEY as COMMAND
 from ckptmirror.formats.command import command_of
-from ckptmirror.formats.containers import any_leaf, changed, takes_state
 from ckptmirror.formats.names import live_values, match_names, some
 from ckptmirror.formats.optimizer_state import is_state, load_optimizer, optimizers_of, plan_optimizer
 from ckptmirror.formats.rank_files import Copies

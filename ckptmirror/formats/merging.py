@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
+from ckptmirror.core.containers import TreePath, has, item_at, place, placed_leaves, takes_state
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.formats.base import LoadTarget
-from ckptmirror.formats.containers import TreePath, has, item_at, place, placed_leaves, takes_state
 from ckptmirror.formats.rank_files import RankFiles
 
 __all__ = ["merged", "merged_keys", "merges"]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core.containers import place, placed_leaves
 from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.already_filled import span_of
-from ckptmirror.formats.containers import place, placed_leaves
 from ckptmirror.formats.names import some
 
 __all__ = [

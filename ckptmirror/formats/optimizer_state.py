@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core.containers import TreePath, changed
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 from ckptmirror.core.name_rules import ALL_NAMES, NameRules
-from ckptmirror.formats.containers import TreePath, changed
 from ckptmirror.formats.names import live_parameters, match_names, some
 from ckptmirror.formats.optimizer_check import (
     check_shards,

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ckptmirror.core.containers import TreePath, changed, item_at, with_item
 from ckptmirror.core.errors import IntegrityError, UnsafePickle
 from ckptmirror.core.model import Meta
-from ckptmirror.formats.containers import TreePath, changed, item_at, with_item
 from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.untrusted.tensor_files import load_pt

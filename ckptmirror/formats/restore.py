@@ -27,11 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
-from ckptmirror.formats.already_filled import Taken, holds, overlaps_itself, same
-from ckptmirror.formats.base import Missing
-from ckptmirror.formats.buffers import fill_buffer, is_array, is_buffer
-from ckptmirror.formats.containers import (
+from ckptmirror.core.containers import (
     TreePath,
     any_leaf,
     changed,
@@ -43,6 +39,10 @@ from ckptmirror.formats.containers import (
     rebuilt,
     takes_state,
 )
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
+from ckptmirror.formats.already_filled import Taken, holds, overlaps_itself, same
+from ckptmirror.formats.base import Missing
+from ckptmirror.formats.buffers import fill_buffer, is_array, is_buffer
 from ckptmirror.formats.extra_aliases import aliases_in, in_order
 from ckptmirror.formats.generators import is_generator
 from ckptmirror.formats.live_only import is_live_only, put_into

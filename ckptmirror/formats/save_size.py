@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core.containers import leaves
 from ckptmirror.core.model import Kind
 from ckptmirror.core.per_rank import matching
-from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.shards import local_of

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core.containers import changed
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.regions import Region, are_apart
-from ckptmirror.formats.containers import changed
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.formats.weights_only_values import MARK, decode
 from ckptmirror.local.daemon_pool import run_jobs

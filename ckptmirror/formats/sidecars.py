@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ckptmirror.core import per_rank
+from ckptmirror.core.containers import any_leaf, item_at, leaves, place, placed_leaves
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
@@ -30,7 +31,6 @@ from ckptmirror.formats.already_filled import Taken, same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing, Snapshot, WriteContext
 from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
-from ckptmirror.formats.containers import any_leaf, item_at, leaves, place, placed_leaves
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.live_sums import fingerprints_of
 from ckptmirror.formats.merging import merged, merged_keys, merges
@@ -50,6 +50,7 @@ __all__ = [
     "extra_tree",
     "load_extra",
     "load_sidecars",
+    "ranks_read",
     "tensor_list",
     "write_sidecars",
 ]
@@ -157,20 +158,24 @@ def extra_files_read(root: Path, meta: Meta, target: LoadTarget) -> set[str]:
         IntegrityError: Its own file is broken or hostile.
         FileNotFoundError: It is missing.
     """
-    name = SaveName(meta.step, meta.tag)
     files = _extra_files(root, meta, target)
-    if files is None:
-        return set()
-    everyone = {name.extra(rank) for rank in files.ranks}
-    if target.world_size != meta.world_size or target.rank not in files.ranks or _may_need_others(files.tree()):
+    ranks = ranks_read(files, meta, target) if files is not None else ()
+    return {SaveName(meta.step, meta.tag).extra(rank) for rank in ranks}
+
+
+def ranks_read(extras: RankFiles, meta: Meta, target: LoadTarget) -> set[int]:
+    """Return the ranks whose extra state a rank reads; see :func:`extra_files_read`."""
+    everyone = set(extras.ranks)
+    if target.world_size != meta.world_size or target.rank not in everyone or _may_need_others(extras.tree()):
         return everyone
     if any_leaf((target.state.dataloader, target.state.extra), merges):
         return everyone
-    own = name.extra(target.rank)
-    if target.state.ema is None or "ema" in files.tree():
-        return {own}
-    first = name.extra(0)  # an average that all ranks have alike is in the first rank's file alone
-    return {own, first} if (root / first).exists() and not _may_need_others(files.tree(0)) else everyone
+    if target.state.ema is None or "ema" in extras.tree():
+        return {target.rank}
+    try:  # an average that all ranks have alike is in the first rank's file alone
+        return {target.rank, 0} if 0 in everyone and not _may_need_others(extras.tree(0)) else everyone
+    except IntegrityError:  # it is not here, or the vote finds what is wrong with it
+        return everyone
 
 
 def _may_need_others(tree: Any) -> bool:

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.containers import (
+from ckptmirror.core.containers import (
     TreePath,
     any_leaf,
     changed,
@@ -29,6 +28,7 @@ from ckptmirror.formats.containers import (
     rebuilt,
     takes_state,
 )
+from ckptmirror.core.errors import UsageError
 from ckptmirror.formats.live_only import saved_as
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ckptmirror.formats.containers import TreePath, changed, leaves
+from ckptmirror.core.containers import TreePath, changed, leaves
 from ckptmirror.sums.digests import byte_view
 
 __all__ = ["compact", "has_memory", "has_plain_bytes", "is_wrapper"]

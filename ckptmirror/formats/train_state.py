@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptmirror.core.containers import has, place, placed_leaves
 from ckptmirror.core.errors import UsageError
-from ckptmirror.formats.containers import has, place, placed_leaves
 
 __all__ = ["PARTS", "SETTINGS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
 

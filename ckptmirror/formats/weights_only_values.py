@@ -22,8 +22,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_safe_globals
 
+from ckptmirror.core.containers import leaves
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
-from ckptmirror.formats.containers import leaves
 from ckptmirror.formats.live_only import SavedGenerator, SavedMember
 from ckptmirror.formats.tensor_bytes import is_wrapper
 from ckptmirror.formats.text_values import text_of, value_of

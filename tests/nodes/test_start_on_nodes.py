@@ -13,6 +13,7 @@ import pytest
 from ckptmirror.core.names import EVENTS_NAME
 from ckptmirror.flow.drain import drain
 from tests.kit.cli import run
+from tests.kit.faults import flip_bit
 from tests.kit.roots import leftovers
 from tests.nodes.jobs import ALONE_S, Job, expect
 
@@ -155,6 +156,48 @@ def test_a_snapshot_that_all_nodes_kept_elsewhere_comes_back_to_each(lost: str, 
     expect(second, 2, str(tmp_path / "kept"), first[0])
     assert list(tmp_path.glob("*/emergency_*")) == []  # a newer save is on the mirror
     expect(Job(tmp_path, "ab", kept=True).run(), 3, "disk", second[0])
+
+
+@pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])
+def test_a_node_brings_only_its_part_of_a_snapshot_that_was_kept_elsewhere(wrapped: str, tmp_path: Path) -> None:
+    first = Job(tmp_path, "abc", wrapped=wrapped, snapshot=2, kept=True).run()
+    shutil.rmtree(tmp_path / "c")
+    before = parts_here(tmp_path)
+    expect(Job(tmp_path, "abc", wrapped=wrapped, kept=True).run(), 2, str(tmp_path / "kept"), first[0])
+    after = parts_here(tmp_path)
+    assert {where: after[where] for where in before} == before  # what was whole is the same file
+    assert after.keys() - before.keys() == {("c", "meta_rank2.json"), ("c", "rank2.pt"), ("c", "tensors_rank2.json")}
+    expect(Job(tmp_path, "abc", wrapped=wrapped, kept=True).run(), 2, "disk", first[0])
+
+
+def test_a_snapshot_comes_back_to_fewer_nodes_in_parts(tmp_path: Path) -> None:
+    first = Job(tmp_path, "abc", snapshot=2, kept=True).run()
+    shutil.rmtree(tmp_path / "c")
+    expect(Job(tmp_path, "ab", kept=True).run(), 2, str(tmp_path / "kept"), first[0])
+    here = parts_here(tmp_path)
+    assert sorted(one for one in here if one[1].endswith(".pt")) == [
+        ("a", "rank0.pt"),
+        ("a", "rank2.pt"),
+        ("b", "rank1.pt"),
+    ]
+    expect(Job(tmp_path, "ab", kept=True).run(), 2, str(tmp_path / "kept"), first[0])  # three nodes saved it, not these
+    assert parts_here(tmp_path) == here
+
+
+def test_a_part_of_a_snapshot_that_rotted_comes_back_alone(tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", snapshot=2, kept=True).run()
+    (rotten,) = (tmp_path / "b").glob("emergency_*/rank1.pt")
+    flip_bit(rotten)
+    before = parts_here(tmp_path)
+    expect(Job(tmp_path, "ab", kept=True).run(), 2, str(tmp_path / "kept"), first[0])
+    after = parts_here(tmp_path)
+    assert after.keys() == before.keys()
+    assert {one for one in before if one[0] == "a" and after[one] != before[one]} == set()
+
+
+def parts_here(base: Path) -> dict[tuple[str, str], int]:
+    """The inode of each file of a snapshot, by node and name."""
+    return {(path.parent.parent.name, path.name): path.stat().st_ino for path in base.glob("[a-d]/emergency_*/*")}
 
 
 def test_nobody_waits_for_the_part_of_a_node_that_is_gone(tmp_path: Path) -> None:

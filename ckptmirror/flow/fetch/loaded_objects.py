@@ -100,7 +100,7 @@ def _warn_of(where: str, one: Any, given: Any) -> None:
 
 def _objects(state: TrainState, loaded: Sequence[str], saved: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield the place of each object that can be asked, the object, and the state that was loaded into it."""
-    from ckptmirror.formats.containers import has, item_at, place, placed_leaves
+    from ckptmirror.core.containers import has, item_at, place, placed_leaves
 
     merged = {("extra", key) for key in state.merge_extra or {}}
     for part in _PARTS if isinstance(saved, Mapping) else ():

@@ -6,8 +6,8 @@ Rules:
   the copy is whole when the metas of all ranks are there.
 * Every byte is checked: the crc32c of the copied bytes must be the meta's, and in a signed run their SHA-256.
 * For a start it is one more place, after the disk and the mirrors, and a snapshot is copied back from there when its
-  turn comes. Its metas name their run and attempt, as the root's own metas do. A directory that cannot be read now may
-  hold the newest state.
+  turn comes: of several nodes, to each the parts of its own ranks. Its metas name their run and attempt, as the root's
+  own metas do. A directory that cannot be read now may hold the newest state.
 * Only emergency snapshots are read. Other files in the directory are left alone.
 * A directory whose file system hangs counts as one that cannot be read now. It never blocks, least of all in an
   emergency.
@@ -18,6 +18,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,11 +41,12 @@ from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.commit import stray_below
 from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
 from ckptmirror.local import checksummed_writer, directories, files, trash
+from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.direct_io import kept_buffer
 from ckptmirror.local.file_systems import refuse_fuse
 from ckptmirror.local.hang_guard import beat, hang_guard
-from ckptmirror.local.listing import is_not_readable_now
+from ckptmirror.local.listing import Listing, is_not_readable_now
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.save_logger import save_logger
 
@@ -176,8 +179,16 @@ def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s:
     return Catalog(str(directory), None, saves, problems)
 
 
-def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
+def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[int] | None = None) -> None:
     """Copy a whole snapshot into the root in one step, and verify it. It replaces a broken one of its name.
+
+    Parts of it that the root has, and that are whole, are kept and not copied again.
+
+    Args:
+        root: The local root.
+        directory: The persistent directory.
+        meta: The whole snapshot.
+        ranks: The ranks whose parts are brought; None for all.
 
     Raises:
         IntegrityError: The copy does not have the bytes that were saved.
@@ -192,6 +203,12 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
             f"way: {stray}.",
             hint=f"Move it out of {root / name}, and start again.",
         )
+    kept = _whole_parts(root, meta)
+    if ranks is not None and kept.issuperset(ranks):
+        return
+    brought = replace(
+        meta, artifacts=tuple(one for one in meta.artifacts if ranks is None or one.rank in kept.union(ranks))
+    )
     temporary = root / names.tmp_name(name, meta.save_id)
     if os.path.lexists(temporary):  # an earlier start stopped here
         trash.move_to_trash(root, temporary)
@@ -200,12 +217,16 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
     guard = hang_guard(directory)
 
     def bring(one: Artifact) -> None:
-        copy = partial(_copy, directory, temporary / Path(one.path).name, one, meta)
-        guard.call(copy, size_bytes=one.digest.size_bytes)
+        target = temporary / Path(one.path).name
+        if one.rank in kept:
+            with contextlib.suppress(OSError):  # a file system without links
+                os.link(root / one.path, target, follow_symlinks=False)
+                return
+        guard.call(partial(_copy, directory, target, one, meta), size_bytes=one.digest.size_bytes)
 
     try:
-        run_jobs(meta.artifacts, bring, name="ckptmirror-bring", workers=_WORKERS)
-        for path in meta_paths(meta):
+        run_jobs(brought.artifacts, bring, name="ckptmirror-bring", workers=_WORKERS)
+        for path in meta_paths(brought):
             data = guard.call(partial(files.read_limited, directory / path, META_LIMIT_BYTES))
             files.write_bytes(temporary / Path(path).name, data, save_id=meta.save_id)
     except (IntegrityError, OSError) as error:
@@ -222,6 +243,24 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta) -> None:
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
     save_logger(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
+
+
+def _whole_parts(root: Path, meta: Meta) -> frozenset[int]:
+    """Return the ranks whose parts of a snapshot, with their metas, are in the root as they were saved."""
+    listing = Listing(root)
+    catalog = local_catalog(root, with_attempts=False)
+    named = {one.path for local in catalog.metas() if local.save_id == meta.save_id for one in local.artifacts}
+    lost: list[int | None] = []
+
+    def check(one: Artifact) -> None:
+        if one.path in named and listing.fault_of(one.path, one.digest.size_bytes) is None:
+            with contextlib.suppress(IntegrityError, FileNotFoundError):
+                verify_file(root / one.path, one.digest)
+                return
+        lost.append(one.rank)
+
+    run_jobs(meta.artifacts, check, name="ckptmirror-bring", workers=_WORKERS)
+    return frozenset(one.rank for one in meta.artifacts if one.rank is not None and one.rank not in lost)
 
 
 def _stray(root: Path, name: str, meta: Meta) -> str | None:

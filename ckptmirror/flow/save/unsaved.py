@@ -113,7 +113,7 @@ def _differs(one: Any, other: Any) -> bool:
 
 def _hidden_optimizers(state: TrainState) -> Iterator[tuple[str, str, str]]:
     """Yield class, attribute, and class of the optimizer in it, where the outer state has nothing of the inner one."""
-    from ckptmirror.formats.containers import leaves
+    from ckptmirror.core.containers import leaves
 
     optimizer = state.optimizer
     passed = {id(leaf) for leaf in leaves(state.extra)}

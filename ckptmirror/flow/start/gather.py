@@ -9,7 +9,8 @@ Rules:
   anywhere. Of a DCP directory, ``.metadata`` then tells which others a node's ranks read, and these files whether a
   rank needs the extra state of others.
 * What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it. The
-  job's leader asks the mirror for the objects of all nodes at once.
+  job's leader asks the mirror for the objects of all nodes at once. A snapshot from the persistent directory comes to
+  the disks first, each part to one node.
 * A file that is sent goes from node to node, each passing on what it has just received: however many need it, no node
   sends it more than once. A node whose turn comes late waits as long as the files before may take.
 * A note names the save, as for a save that is brought: if the start is killed, the next one goes on with the view, and
@@ -139,7 +140,7 @@ class View:
         self.needs: dict[str, Artifact] = {
             path: one
             for path, one in self._files.items()
-            if not path.endswith(_SHARD) and (_role_of(path) != "extra" or one.rank in own)
+            if not path.endswith(_SHARD) and (one.rank in own or not _is_of_one_rank(path))
         }
 
     def begin(self) -> Holding:
@@ -159,12 +160,11 @@ class View:
     def files_read(self, target: LoadTarget) -> frozenset[str] | None:
         """Return the paths of the files that a rank reads; None: all of them, or that cannot be known.
 
-        Left out is what any view of the save needs: the extra state of which ranks one needs may differ by rank.
+        Left out is what any view of the save needs: which ranks' own files one needs may differ by rank.
         """
-        if self._kind == "emergency":
-            return None
         from ckptmirror.formats.dcp_metadata import METADATA_NAME
         from ckptmirror.formats.dcp_read import files_read
+        from ckptmirror.formats.emergency import snapshot_files_read
         from ckptmirror.formats.sidecars import extra_files_read
 
         name = names.SaveName(self._meta.step)
@@ -177,12 +177,13 @@ class View:
                 verify_file(self.path / metadata.path, metadata.digest)
                 shards = files_read(self.path / name.dcp_dir, target.state.model, target.elsewhere)
                 read |= {f"{name.dcp_dir}/{one}" for one in shards}
-            read |= extra_files_read(self.path, self._meta, target)
+            which = snapshot_files_read if self._kind == "emergency" else extra_files_read
+            read |= which(self.path, self._meta, target)
         except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong
             return None
         if len(read) == len(self._files):
             return None
-        return frozenset(path for path in read if path not in self.needs or _role_of(path) == "extra")
+        return frozenset(path for path in read if path not in self.needs or _is_of_one_rank(path))
 
     def need(self, paths: Collection[str] | None) -> None:
         """Add what a rank of the node reads (None: all) to what the view has to have.
@@ -255,9 +256,10 @@ class View:
         self.got(paths)
 
 
-def _role_of(path: str) -> str:
+def _is_of_one_rank(path: str) -> bool:
+    """Whether a file holds what one rank had, which few others read: its extra state, or its part of a snapshot."""
     parsed = names.parse_name(path.partition("/")[0])
-    return parsed.role if parsed is not None else ""
+    return parsed is not None and parsed.role in ("extra", "emergency")
 
 
 def _link(source: Path, target: Path) -> None:
@@ -280,10 +282,14 @@ def _link(source: Path, target: Path) -> None:
             shutil.copyfileobj(read, copy)
 
 
-def bring_back(root: Path, directory: Path, meta: Meta) -> Gathered:
-    """Copy a whole emergency snapshot from the persistent directory to this node's disk."""
+def bring_back(root: Path, directory: Path, meta: Meta, ranks: Ranks) -> Gathered:
+    """Copy this node's share of an emergency snapshot from the persistent directory to its disk.
+
+    All nodes together bring all of it, each the parts of its own ranks.
+    """
+    share = [rank for rank in range(meta.world_size) if rank % ranks.world_size in ranks.node_ranks]
     try:
-        bring_snapshot(root, directory, meta)
+        bring_snapshot(root, directory, meta, share)
     except CkptMirrorError as error:
         return _gathered(error)
     return Gathered()

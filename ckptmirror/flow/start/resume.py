@@ -263,11 +263,13 @@ def _gather(
     """
     meta, at_place = proposal.meta, proposal.at_place
     assert meta is not None
+    is_trusted = proposal.place == DISK
     if at_place is not None and not proposal.mirror:
-        copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place)
+        is_trusted = True
+        copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place, ranks)
         _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     whose = ranks.node_ranks if state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
-    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=proposal.place == DISK)
+    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=is_trusted)
     _complete(ranks, node, proposal, view, view.begin)
     from ckptmirror.formats.base import LoadTarget
 

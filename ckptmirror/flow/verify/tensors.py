@@ -160,7 +160,7 @@ def _with_values(extra: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _tensors(tree: Any) -> Iterator[tuple[str, Piece]]:
-    from ckptmirror.formats.containers import placed_leaves
+    from ckptmirror.core.containers import placed_leaves
     from ckptmirror.formats.shards import Piece, stored
     from ckptmirror.formats.tensor_bytes import has_memory, has_plain_bytes
 
