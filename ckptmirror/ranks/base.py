@@ -70,6 +70,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def timeout_s(self) -> float:
+        """The limit of every wait on this channel; infinite in a single process."""
+        ...
+
+    @property
     def torch_group(self) -> Any:
         """The channel's own CPU (gloo) process group, for torch APIs that need one; None in a single process."""
         ...

@@ -145,6 +145,11 @@ class GlooRanks:
         return self._layout.local_rank == 0
 
     @property
+    def timeout_s(self) -> float:
+        """The limit of every wait on this channel."""
+        return self._timeout_s
+
+    @property
     def torch_group(self) -> Any:
         """A gloo group of the same ranks, for torch APIs that need one; only this channel's thread uses it."""
         return self._torch_group

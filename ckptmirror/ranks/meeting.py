@@ -1,4 +1,7 @@
-"""Long work of some ranks, while all ranks meet every few seconds, so that none takes another for dead."""
+"""Long work of some ranks, while all ranks meet every few seconds, so that none takes another for dead.
+
+A rank that works comes to a meeting after a third of the limit of a wait at the latest: the rest is for a busy machine.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ class _AtWork(Generic[T]):
             self._found = (None, error)
         self._done.set()
 
-    def wait(self) -> tuple[T | None, BaseException | None]:
-        """Return the result or the error; neither if the work is not over."""
-        return self._found if self._done.wait(_SIGN_OF_LIFE_S) else (None, None)
+    def wait(self, limit_s: float) -> tuple[T | None, BaseException | None]:
+        """Return the result or the error; neither if the work is not over after ``limit_s`` seconds."""
+        return self._found if self._done.wait(limit_s) else (None, None)
 
 
 def meet_until_done(
@@ -55,8 +58,9 @@ def meet_until_done(
         BaseException: Whatever ``work`` raised here; otherwise the same as :meth:`Ranks.exchange`.
     """
     at_work = _AtWork(work, begun) if work is not None else None
+    limit_s = min(_SIGN_OF_LIFE_S, ranks.timeout_s / 3)
     while True:
-        found, failure = at_work.wait() if at_work is not None else (None, None)
+        found, failure = at_work.wait(limit_s) if at_work is not None else (None, None)
         answers = ranks.exchange((at_work is not None, found), what=what, error=failure)
         working = {rank: result for rank, (works, result) in enumerate(answers) if works}
         if None not in working.values():

@@ -7,6 +7,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
 from ckptmirror.core.errors import UsageError
@@ -29,6 +30,7 @@ class SingleRank:
     node_ranks = (0,)
     nodes_of_ranks: tuple[int, ...] = ()
     is_leader = True
+    timeout_s = math.inf
     torch_group = None
 
     def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:  # noqa: ARG002  as in Ranks

@@ -255,6 +255,7 @@ def _in_turn(rank: int) -> Any:
     """Rank 1 waits for rank 0, which sends once a wait with the usual limit would have been over."""
     ranks = open_ranks(node_key="ab"[rank], timeout_s=2)
     usual, patient = ranks.channel("usual"), ranks.channel("files", more_s=60)
+    assert (ranks.timeout_s, usual.timeout_s, patient.timeout_s) == (2, 2, 62)
     piece = bytearray(b"late" if rank == 0 else bytes(4))
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
