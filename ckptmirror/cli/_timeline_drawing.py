@@ -40,6 +40,7 @@ KIND_NAMES = {
     "fence": "fenced by a newer attempt",
     "broken_copy": "broken copy",
     "gone": "save removed by somebody",
+    "quarantine": "quarantine of a save",
 }
 _LEGEND = ("host_copy", "commit", "upload", "mirror_commit", "rotation", "resume", "stage", "emergency", "stop")
 _STATES = (("failed", "failed"), ("refused", "refused: kept"), ("unfinished", "no end known"))
@@ -59,14 +60,14 @@ text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-seri
 .band{fill:#6e7781;fill-opacity:.09}.band.odd{fill-opacity:.17}.edge{stroke:#57606a;stroke-dasharray:2 3}
 .cut{fill:#6e7781;fill-opacity:.22}
 .host_copy{fill:#0a6fd6}.commit{fill:#0f8a6a}.upload{fill:#7a5cd0}.mirror_commit{fill:#4b2fa3}.rotation{fill:#8a6d3b}
-.resume{fill:#1b98a8}.stage{fill:#4f7d1f}.emergency{fill:#b8860b}.stop,.fence{fill:#57606a}
+.resume{fill:#1b98a8}.stage{fill:#4f7d1f}.emergency{fill:#b8860b}.stop,.fence,.quarantine{fill:#57606a}
 .failed,.broken_copy,.gone,.unreachable{fill:#d1242f;stroke:#7d0d15;stroke-width:1.4}
 .refused{fill:#ffffff;stroke:#bf5b00;stroke-width:1.6}
 .unfinished{fill-opacity:.3;stroke:#57606a;stroke-dasharray:3 2}
 @media (prefers-color-scheme:dark){
 text{fill:#e6edf3}.small{fill:#9aa4af}.page{fill:#0d1117}.edge{stroke:#9aa4af}
 .host_copy{fill:#4aa3ff}.commit{fill:#2fc79a}.upload{fill:#a48bff}.mirror_commit{fill:#d6c9ff}.rotation{fill:#c9a666}
-.resume{fill:#3cc8da}.stage{fill:#8fc04f}.emergency{fill:#e3b341}.stop,.fence{fill:#9aa4af}
+.resume{fill:#3cc8da}.stage{fill:#8fc04f}.emergency{fill:#e3b341}.stop,.fence,.quarantine{fill:#9aa4af}
 .failed,.broken_copy,.gone,.unreachable{fill:#ff5c63;stroke:#ffc1c4}
 .refused{fill:#0d1117;stroke:#f0883e}
 .unfinished{stroke:#9aa4af}}

@@ -72,7 +72,7 @@ def lanes_of(bars: Sequence[Bar], x: Callable[[float], float]) -> list[Lane]:
         _lane("write + commit", _of_the_node(bars), x, "commit"),
         *(_lane(f"upload, {url}", on_mirrors[url], x, *_ON_A_MIRROR) for url in on_mirrors),
         _lane("rotation", bars, x, "rotation"),
-        _lane("stops and faults", bars, x, "stop", "fence", "broken_copy", "gone"),
+        _lane("stops and faults", bars, x, "stop", "fence", "broken_copy", "gone", "quarantine"),
     ]
     return [lane for lane in lanes if lane.placed]
 

@@ -79,6 +79,9 @@ def command(root: Path, with_code: bool, mirrors: tuple[str, ...], as_json: bool
         print(f"NOT SAVED: {steps} {were} skipped because the disk was full: {status.skipped_why}")
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
     print_table(_COLUMNS, [_cells(line) for line in status.saves])
+    for line in (one for one in status.saves if one.quarantined):
+        print(f"quarantined: step {line.step} (save {line.save_id[:8]}): {line.quarantined}")
+        print(f"  a start goes back past it, unless it is released: {_release(status, line)}")
     for url, lacking in status.pushed.items():
         has = f"lacks {lacking} of {_sent(status)} saves; `ckptmirror drain` sends them"
         print(with_places(f"pushed: {url} {has if lacking else 'has every save that is here'}", {"root": status.root}))
@@ -163,6 +166,13 @@ def _cells(line: SaveLine) -> list[Cell]:
     ]
 
 
+def _release(status: Status, line: SaveLine) -> str:
+    """Return what releases a save from quarantine: a command, or, on several nodes, of which one sees only its disk."""
+    if line.nodes > 1:
+        return f"start once with manager.resume(state, policy={line.save_id[:8]!r})"
+    return with_places(f"`ckptmirror rewind --save {line.save_id[:8]}`", {"root": status.root})
+
+
 def _is_running(status: Status) -> bool:
     """Whether a trainer seems to run here; one on another machine may."""
     return status.trainer.get("status") == _RUNNING and status.trainer_alive is not False
@@ -206,6 +216,16 @@ def _facts(status: Status) -> dict[str, Any]:
         "skipped": list(status.skipped),
         "emergency_step": status.emergency_step,
         "emergency_copy": str(status.emergency_copy) if status.emergency_copy is not None else None,
+        "quarantined": [
+            {
+                "step": line.step,
+                "save_id": line.save_id,
+                "why": line.quarantined,
+                "release": _release(status, line).strip("`"),
+            }
+            for line in status.saves
+            if line.quarantined
+        ],
         "saves": [
             {
                 "step": line.step,

@@ -37,6 +37,8 @@ __all__ = [
     "SaveCommitted",
     "SaveFailed",
     "SaveGone",
+    "SaveQuarantined",
+    "SaveReleased",
     "SaveRotated",
     "SaveSkipped",
     "StageFailed",
@@ -185,6 +187,24 @@ class RotationRefused(Event):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveGone(Event):
     """Somebody removed a save from this disk before every required mirror had it, so it can no longer be uploaded."""
+
+    step: int
+    save_id: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveQuarantined(Event):
+    """A start found that starts failed in a row from a save, up to the start before it. ``reason`` says which."""
+
+    step: int
+    save_id: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveReleased(Event):
+    """A person chose to continue from a save that was quarantined; it never is again."""
 
     step: int
     save_id: str = ""

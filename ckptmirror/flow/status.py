@@ -17,7 +17,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import counting_rows
-from ckptmirror.flow.places.select import lineage_of
+from ckptmirror.flow.places.select import lineage_of, quarantined_in
 from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.save.emergency_files import is_emergency
@@ -40,6 +40,8 @@ class SaveLine:
         safe: Whether it is verified and committed on every required mirror (False if there is no mirror).
         waiting: ``mirror: why`` for each required mirror that does not have it yet.
         created_at_utc: When it was committed here, for people.
+        quarantined: Why a start goes back past it: starts failed from it in a row. "": it is not quarantined.
+        nodes: How many nodes wrote it.
     """
 
     step: int
@@ -50,6 +52,8 @@ class SaveLine:
     safe: bool
     waiting: Mapping[str, str]
     created_at_utc: str = ""
+    quarantined: str = ""
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     for one in now.open:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
     standing = lineage_of(catalog).standing_by_save()
+    quarantined = quarantined_in(catalog, root)
     by_save: dict[str, list[UploadRecord]] = {}
     for record in records:
         by_save.setdefault(record.save_id, []).append(record)
@@ -208,6 +213,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
                 safe=bool(required) and not waiting,
                 waiting=waiting,
                 created_at_utc=meta.created_at_utc,
+                quarantined=quarantined.get(meta.save_id, ""),
+                nodes=meta.nodes,
             )
         )
     unsafe = [record for record in records if record.mirror in required and record.state in WAITING]

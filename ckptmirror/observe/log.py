@@ -58,6 +58,8 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
         "step %(step)d: kept: %(reason)s; `ckptmirror status%(at_root)s` says what it waits for",
     ),
     events.SaveGone: (logging.DEBUG, "step %(step)d: removed before it was mirrored: %(reason)s"),
+    events.SaveQuarantined: (logging.DEBUG, "step %(step)d: quarantined: %(reason)s"),
+    events.SaveReleased: (logging.INFO, "step %(step)d: no longer quarantined: %(reason)s"),
     events.CommandChanged: (
         logging.WARNING,
         "step %(step)d: the command has changed since this save: %(changes)s. "

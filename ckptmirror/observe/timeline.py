@@ -134,6 +134,8 @@ _ONE_BAR_EACH: dict[type[events.Event], tuple[BarKind, Outcome]] = {
     events.RotationRefused: ("rotation", "refused"),
     events.Fenced: ("fence", "refused"),
     events.SaveGone: ("gone", "failed"),
+    events.SaveQuarantined: ("quarantine", "failed"),
+    events.SaveReleased: ("quarantine", "done"),
 }
 
 

@@ -22,6 +22,7 @@ BarKind = Literal[
     "fence",
     "broken_copy",
     "gone",
+    "quarantine",
 ]
 Outcome = Literal["done", "failed", "refused", "unfinished"]
 

@@ -318,6 +318,56 @@ def test_ls_shows_it_until_a_person_releases_it(root: Path, url: str) -> None:
     assert not any(line.quarantined or line.why for line in list_checkpoints(root))
 
 
+def test_status_shows_it_with_the_command_that_releases_it(root: Path, url: str) -> None:
+    assert json.loads(run("status", root, "--json").stdout)["quarantined"] == []
+    starts(root, url, *["killed"] * 3)
+    (bad,) = (line for line in list_checkpoints(root) if line.step == 6)
+    (facts,) = json.loads(run("status", root, "--json").stdout)["quarantined"]
+    assert (facts["step"], facts["save_id"]) == (6, bad.save_id)
+    assert f"quarantined: {facts['why']}" == bad.why
+    shown = run("status", root).stdout
+    assert f"quarantined: step 6 (save {bad.save_id[:8]}): 3 starts in a row failed from it" in shown
+    assert facts["release"] == f"ckptmirror rewind --save {bad.save_id[:8]} --root {root}"
+    assert f"`{facts['release']}`" in shown
+    run(*facts["release"].split()[1:])
+    assert "quarantined" not in run("status", root).stdout
+    assert resumed(root, url) == (6, "")
+
+
+def test_the_journal_records_once_that_it_was_quarantined_and_that_it_was_released(root: Path, url: str) -> None:
+    starts(root, url, *["killed"] * 3)
+    assert quarantine_in_timeline(root) == []
+    for _ in range(2):
+        assert resumed(root, url)[0] == 3
+    (bad,) = (line for line in list_checkpoints(root) if line.step == 6)
+    told = [(bad.save_id, "failed", "trainer")]
+    assert quarantine_in_timeline(root) == told
+    for _ in range(2):
+        run("rewind", "--save", bad.save_id, "--root", root)
+    starts(root, url, *["killed"] * 3)
+    assert resumed(root, url) == (6, "")
+    assert quarantine_in_timeline(root) == [*told, (bad.save_id, "done", "rewind")]
+
+
+@pytest.mark.parametrize("how", ["policy", "rewind"])
+def test_the_journal_records_who_released_it(root: Path, url: str, how: str) -> None:
+    starts(root, url, *["killed"] * 3)
+    (bad,) = (line for line in list_checkpoints(root) if line.step == 6)
+    if how == "policy":
+        assert resumed(root, url, policy=bad.save_id)[0] == 6
+    else:
+        run("rewind", "--save", bad.save_id, "--root", root)
+    by = "trainer" if how == "policy" else "rewind"
+    assert quarantine_in_timeline(root) == [(bad.save_id, "failed", by), (bad.save_id, "done", by)]
+    assert resumed(root, url) == (6, "")
+    assert len(quarantine_in_timeline(root)) == 2
+
+
+def quarantine_in_timeline(root: Path) -> list[tuple[str, str, str]]:
+    bars = json.loads(run("timeline", "--root", root, "--json").stdout)["bars"]
+    return [(bar["save_id"], bar["outcome"], bar["by"]) for bar in bars if bar["kind"] == "quarantine"]
+
+
 # -- what report takes -----------------------------------------------------------------------------------------
 
 

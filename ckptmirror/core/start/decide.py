@@ -62,7 +62,7 @@ from ckptmirror.core.start.attempts import Counted, count, is_own, others_of, ri
 from ckptmirror.core.start.evidence import DISK, Evidence, ListFound, Origin, Problem, Row, Voice
 from ckptmirror.core.start.explain import Notice
 from ckptmirror.core.start.lineage import SaveFacts, lineage
-from ckptmirror.core.start.quarantine import chosen_saves, quarantined
+from ckptmirror.core.start.quarantine import chosen_saves, quarantined_at
 
 __all__ = [
     "MakeRoom",
@@ -451,11 +451,7 @@ class _Start:
             return None
         newest = candidates[0].save
         heard = self._counted.heard.values()
-        voices = {one.attempt.id: one.voices for one in self._evidence.disk.heard}
-        for one in self._evidence.heard_as(Voice.DIVERGED):
-            voices[one] = voices.get(one, frozenset()) | {Voice.DIVERGED}
-        saved = self._evidence.heard_as(Voice.COUNTS) | self._evidence.heard_as(Voice.UPLOADED)
-        failures = quarantined(heard, voices, saved, root=self._evidence.root).get(newest.save_id)
+        failures = quarantined_at(self._evidence, heard).get(newest.save_id)
         if failures is None:
             return None
         earlier = next((one.save for one in candidates if one.save.step < newest.step), None)

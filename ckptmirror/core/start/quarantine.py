@@ -20,9 +20,17 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ckptmirror.core.model import Attempt
-from ckptmirror.core.start.evidence import Voice
+from ckptmirror.core.start.evidence import Evidence, Voice
 
-__all__ = ["FAILED_STARTS", "Failure", "chosen_saves", "quarantined", "why_quarantined"]
+__all__ = [
+    "FAILED_STARTS",
+    "Failure",
+    "chosen_saves",
+    "quarantine_changes",
+    "quarantined",
+    "quarantined_at",
+    "why_quarantined",
+]
 
 FAILED_STARTS = 3
 """How many starts in a row have to fail. Two may be chance; each more costs another start that is known to fail."""
@@ -34,6 +42,12 @@ class Failure:
 
     attempt: Attempt
     diverged: bool
+
+    @property
+    def step(self) -> int:
+        """The step of the save that it started from."""
+        assert self.attempt.parent is not None
+        return self.attempt.parent.step
 
 
 def quarantined(
@@ -71,6 +85,36 @@ def quarantined(
         elif Voice.REPORTED in said and next_root.get(one.id, one.root) == one.root:
             row.append(Failure(one, diverged=False))
     return {save_id: tuple(row) for save_id, row in rows.items() if len(row) >= FAILED_STARTS}
+
+
+def quarantined_at(evidence: Evidence, attempts: Collection[Attempt]) -> dict[str, tuple[Failure, ...]]:
+    """Return the saves that are quarantined for a start that has this evidence, as :func:`quarantined`."""
+    voices = {one.attempt.id: one.voices for one in evidence.disk.heard}
+    for one in evidence.heard_as(Voice.DIVERGED):
+        voices[one] = voices.get(one, frozenset()) | {Voice.DIVERGED}
+    saved = evidence.heard_as(Voice.COUNTS) | evidence.heard_as(Voice.UPLOADED)
+    return quarantined(attempts, voices, saved, root=evidence.root)
+
+
+def quarantine_changes(
+    evidence: Evidence, attempts: Collection[Attempt], claimed: Attempt
+) -> tuple[dict[str, tuple[Failure, ...]], dict[str, tuple[Failure, ...]]]:
+    """Return the saves that the last attempt put into quarantine, and those that a new attempt releases.
+
+    So over the starts of a run each comes once.
+
+    Args:
+        evidence: What the new start has surveyed.
+        attempts: Every attempt that it knows, without its own.
+        claimed: Its own.
+    """
+    now = quarantined_at(evidence, attempts)
+    before = quarantined_at(evidence, sorted(attempts, key=_age)[:-1])
+    chosen = chosen_saves([claimed])
+    return (
+        {save_id: failures for save_id, failures in now.items() if save_id not in before},
+        {save_id: failures for save_id, failures in now.items() if save_id in chosen},
+    )
 
 
 def chosen_saves(attempts: Iterable[Attempt]) -> frozenset[str]:

@@ -30,10 +30,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lost_parts import how_to_load, parts_lost, without_parts
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
-from ckptmirror.core.start.evidence import Voice
-from ckptmirror.core.start.quarantine import quarantined, why_quarantined
 from ckptmirror.core.uncommitted import Uncommitted
-from ckptmirror.flow.places.attempt_lists import diverged_there, health_here
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, list_hint, locate
@@ -43,6 +40,7 @@ from ckptmirror.flow.places.select import (
     choose,
     lineage_of,
     not_superseded,
+    quarantined_in,
     warn_of_what_is_broken,
 )
 from ckptmirror.flow.places.uncommitted import uncommitted_saves
@@ -397,27 +395,15 @@ def by_run(catalog: Catalog) -> list[Catalog]:
 
 def _listed_whole(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]:
     order = lineage_of(catalog)
-    why = _why_quarantined(catalog, root)
+    why = quarantined_in(catalog, root)
     standings = order.standing_by_save()
     lines = []
     for save_id, meta in catalog.saves.items():
         current = tuple(k for k in meta.kinds if (s := order.current.get((meta.step, k))) and s.save_id == save_id)
-        line = _line(meta, standings[save_id], current_kinds=current, why=why.get(save_id, ""))
+        reason = f"quarantined: {why[save_id]}" if save_id in why else ""
+        line = _line(meta, standings[save_id], current_kinds=current, why=reason)
         lines.append(replace(line, quarantined=save_id in why))
     return lines
-
-
-def _why_quarantined(catalog: Catalog, root: Path | None) -> dict[str, str]:
-    """Return the saves that are quarantined as far as this place, a root or a mirror, knows, by id, with the reason."""
-    if catalog.attempts is None:
-        return {}
-    voices = {one: [Voice.DIVERGED] for one in diverged_there(catalog.others)} if root is None else {}
-    if root is not None:
-        signs = health_here(root, catalog.attempts.run_id).signs
-        voices = {one: [Voice(sign) for sign in said] for one, said in signs.items()}
-    saved = {meta.attempt.id for meta in catalog.metas()}
-    found = quarantined(catalog.attempts.attempts, voices, saved)
-    return {save_id: f"quarantined: {why_quarantined(failures)}" for save_id, failures in found.items()}
 
 
 def _line(

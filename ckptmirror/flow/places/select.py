@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from shlex import quote
 from typing import Literal
 
@@ -29,7 +30,10 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance, skipped_for
+from ckptmirror.core.start.evidence import Voice
 from ckptmirror.core.start.lineage import Lineage, SaveFacts
+from ckptmirror.core.start.quarantine import quarantined, why_quarantined
+from ckptmirror.flow.places.attempt_lists import diverged_there, health_here
 from ckptmirror.flow.places.catalog import Catalog
 from ckptmirror.flow.places.reference import list_hint
 from ckptmirror.local.save_logger import save_logger
@@ -42,6 +46,7 @@ __all__ = [
     "choose",
     "lineage_of",
     "not_superseded",
+    "quarantined_in",
     "warn_of_what_is_broken",
 ]
 
@@ -58,6 +63,19 @@ def lineage_of(catalog: Catalog) -> Lineage:
     if catalog.attempts is not None or not catalog.saves:
         return catalog.lineage()
     return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, attempts_of(catalog)))
+
+
+def quarantined_in(catalog: Catalog, root: Path | None) -> dict[str, str]:
+    """Return the saves that are quarantined as far as this place, a root or a mirror, knows, by id, with the reason."""
+    if catalog.attempts is None:
+        return {}
+    voices = {one: [Voice.DIVERGED] for one in diverged_there(catalog.others)} if root is None else {}
+    if root is not None:
+        signs = health_here(root, catalog.attempts.run_id).signs
+        voices = {one: [Voice(sign) for sign in said] for one, said in signs.items()}
+    saved = {meta.attempt.id for meta in catalog.metas()}
+    found = quarantined(catalog.attempts.attempts, voices, saved)
+    return {save_id: why_quarantined(failures) for save_id, failures in found.items()}
 
 
 def attempts_of(catalog: Catalog) -> tuple[Attempt, ...]:

@@ -19,7 +19,7 @@ from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorErr
 from ckptmirror.core.meta_merging import plain
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
 from ckptmirror.core.reach import Reach
-from ckptmirror.core.start.attempts import claim_from
+from ckptmirror.core.start.attempts import claim_from, count
 from ckptmirror.core.start.decide import (
     MakeRoom,
     Move,
@@ -36,6 +36,7 @@ from ckptmirror.core.start.decide import (
 from ckptmirror.core.start.disks import Torn, never_whole, torn
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.explain import Notice, goes_on, with_root
+from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache
@@ -264,7 +265,18 @@ class Bringer:
         run = RunClaim(self._node.root, self._node.table, self._node.mirrors, claim, self._cache)
         run.make(seen)
         self._check_unchanged(self._survey(), chosen, {run.attempt.id})  # by now every other attempt is fenced
+        self._report_quarantine(seen, run.attempt)
         return run
+
+    def _report_quarantine(self, seen: Survey, claimed: Attempt) -> None:
+        """Emit an event for each save that is quarantined since the last attempt, or that this one releases."""
+        added, released = quarantine_changes(seen.evidence, list(count(seen.evidence).heard.values()), claimed)
+        for save_id, failures in added.items():
+            step, why = failures[0].step, why_quarantined(failures)
+            self._bus.emit(events.SaveQuarantined(step=step, save_id=save_id, reason=why))
+        for save_id, failures in released.items():
+            why = f"attempt {claimed.number} was told to continue from it"
+            self._bus.emit(events.SaveReleased(step=failures[0].step, save_id=save_id, reason=why))
 
     def _check_unchanged(self, seen: Survey, chosen: Try | Scratch, own: Collection[str]) -> None:
         before = {heard.attempt.id for row in self.seen.evidence.rows for heard in row.heard} | set(own)

@@ -285,6 +285,8 @@ def test_faults_are_moments_with_their_reasons() -> None:
         events.Fenced(attempt=1, reason="attempt 2 has started"),
         events.CopyBroken(step=100, save_id=ONE, place="/root", reason="crc32c"),
         events.SaveGone(step=100, save_id=ONE, reason="removed by hand"),
+        events.SaveQuarantined(step=100, save_id=ONE, reason="3 starts in a row failed from it"),
+        events.SaveReleased(step=100, save_id=ONE, reason="attempt 5 was told to continue from it"),
     ]
     for event in told:
         run.wait(1.0).tell(event)
@@ -296,6 +298,8 @@ def test_faults_are_moments_with_their_reasons() -> None:
         ("fence", "refused"),
         ("broken_copy", "failed"),
         ("gone", "failed"),
+        ("quarantine", "failed"),
+        ("quarantine", "done"),
     ]
     assert all(bar.reason and bar.is_moment for bar in built(run).bars)
 
