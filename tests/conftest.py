@@ -36,16 +36,22 @@ def _ctrl_c_is_heard() -> Iterator[None]:
 
 @pytest.fixture
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Path]]:
-    """Mount a tmpfs with the given options and return where."""
+    """Mount a tmpfs with the given options, or an ext4 of so many KiB whose blocks have 1 KiB, and return where."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small file system needs root")
     places: list[Path] = []
 
-    def mount(options: str) -> Path:
+    def mount(options: str = "", ext4_kib: int = 0) -> Path:
         place = tmp_path_factory.mktemp("mounted")
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True
-        )
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        if ext4_kib:
+            image = tmp_path_factory.mktemp("image") / "ext4"
+            if shutil.which("mkfs.ext4") is None:
+                pytest.skip("making an ext4 needs mkfs.ext4")
+            make = ["mkfs.ext4", "-q", "-m", "0", "-b", "1024", str(image), f"{ext4_kib}k"]
+            subprocess.run(make, check=True, capture_output=True)
+            command = ["mount", "-o", "loop", str(image), str(place)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"this machine does not allow mounting: {done.stderr.strip()}")
         places.append(place)

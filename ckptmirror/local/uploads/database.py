@@ -32,6 +32,7 @@ from ckptmirror.local.uploads.failures import found_no_room, named_failures, reu
 from ckptmirror.local.uploads.place import LOGS, create_in_place, refuse_journal, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.reserve import spend_reserve, take_reserve
+from ckptmirror.local.uploads.shared_memory import check_room_for_shared_memory
 from ckptmirror.local.uploads.statements import migrations, statement
 
 __all__ = ["APPLICATION_ID", "Database"]
@@ -89,6 +90,7 @@ class Database:
         for name in ("", *LOGS):  # SQLite follows links, and writes over what it takes for an old log
             check_own_file(self.path.with_name(self.path.name + name), "open the table")
         refuse_journal(self.path)
+        check_room_for_shared_memory(self.path)
         connection = self._connect()
         try:
             connection.set_busy_timeout(int(self._busy_timeout_s * 1000))
@@ -168,6 +170,8 @@ class Database:
             connection = self._ready()
             connection.execute(statement("begin a change"))
             try:
+                if not self._has_reserve:
+                    check_room_for_shared_memory(self.path)
                 if self._disk_is_full:  # the table does not grow while a mirror is away for days
                     connection.execute(statement("forget the oldest tries"))
                 yield connection
