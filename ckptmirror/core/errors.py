@@ -77,6 +77,12 @@ class CkptMirrorError(Exception):
         super().__init__(self.message)
         self.add_note(self.hint)  # a trainer's traceback ends with the next command, as the CLI's output does
 
+    def put_in_front(self, who: str) -> None:
+        """Let the message begin with who failed, for example a rank and its node; once."""
+        if not self.message.startswith(f"{who}: "):
+            self.message = f"{who}: {self.message}"
+            self.args = (self.message,)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle the message, hint and plain attributes, so that errors can travel between ranks."""
         plain = {key: value for key, value in vars(self).items() if isinstance(value, str | int | float | None)}

@@ -34,7 +34,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    RankFailed,
+    UsageError,
+    WaitTimeout,
+)
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.ranks.base import Readers, exchange_result
 from ckptmirror.ranks.messages import Answer, Report, decide, failure_of, pack_value, refusal
@@ -193,6 +200,8 @@ class GlooRanks:
             self._broken = refused
         is_of_gloo = isinstance(error, RuntimeError) and not isinstance(error, CkptMirrorError)
         if error is not None and not (is_of_gloo and answer.outcome == "missing"):
+            if self.nodes > 1 and isinstance(error, (LocalStorageFull, LocalStorageUnwritable)):
+                error.put_in_front(self._named(self._rank))  # which disk: the paths of all nodes may be alike
             raise error
         raise refused from error  # gloo's error, if any, does not name the rank that is gone
 

@@ -411,8 +411,7 @@ def _check_all(ranks: Ranks, found: Mapping[int, Gathered]) -> None:
         if one.result is not None:
             error = copy.copy(one.error)
             assert error is not None
-            error.message = f"{rank_name(rank, ranks.nodes_of_ranks)}: {error.message}"
-            error.args = (error.message,)
+            error.put_in_front(rank_name(rank, ranks.nodes_of_ranks))
             raise _CannotUse(error.message, one.result, error)
 
 
