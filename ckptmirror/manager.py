@@ -174,6 +174,7 @@ class CheckpointManager:
                 "mirrors": ", ".join(f"{one.url}{'' if one.required else ' (optional)'}" for one in self._specs),
                 "kinds": ", ".join(self.kinds),
                 "verify_keys": ", ".join(signing.current().verify_keys),
+                "persistent_dir": str(self._persistent_dir or ""),
                 "signing_key": "one" if signing.current().sign is not None else "",
             }
             mine = said if self.ranks.is_leader else None

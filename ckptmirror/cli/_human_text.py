@@ -64,7 +64,8 @@ def behind_text(reason: str) -> str:
     return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, `ckptmirror drain` there sends it"
 
 
-def on_no_mirror(step: int, copy: Path | None) -> str:
+def on_no_mirror(step: int, copy: Path | None, is_here: bool) -> str:
     """Say that the newest state is an emergency snapshot, for a person who is about to give this machine back."""
-    where = "only on this disk" if copy is None else f"on this disk and in {copy}"
-    return f"the newest state, step {step}, is an emergency snapshot {where}; the next start continues from it"
+    where = "only on this disk" if copy is None else f"on this disk and in {copy}" if is_here else f"only in {copy}"
+    then = "the next start continues from it" if is_here else "a start with that persistent_dir continues from it"
+    return f"the newest state, step {step}, is an emergency snapshot {where}; {then}"

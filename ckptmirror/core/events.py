@@ -108,12 +108,13 @@ class SaveSkipped(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmergencySaved(Event):
-    """A rank's emergency snapshot is on local disk."""
+    """A rank's emergency snapshot is in a directory: the root, or if its disk is full, the persistent directory."""
 
     step: int
     rank: int = 0
     save_id: str = ""
     size_bytes: int = 0
+    place: str = ""
     duration_s: float = 0.0
 
 

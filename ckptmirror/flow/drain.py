@@ -52,7 +52,7 @@ from ckptmirror.flow.retention.durability import Durability, open_saves, waiting
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.save.emergency_files import is_emergency
-from ckptmirror.flow.save.persistent_dir import copy_of
+from ckptmirror.flow.save.persistent_dir import copy_of, with_kept
 from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
 from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, Transfers, UnderWay, Wait
@@ -106,6 +106,7 @@ class DrainReport:
         left: How many files wait for each mirror that is no longer configured; they are not sent.
         emergency_step: The step of an emergency snapshot that is newer than all other saves here; it is never uploaded.
         emergency_copy: The persistent directory that has a whole copy of it.
+        emergency_here: Whether it is on this disk. If that was full, it is in the persistent directory alone.
     """
 
     drained: Drained
@@ -116,6 +117,7 @@ class DrainReport:
     left: Mapping[str, int] = field(default_factory=dict)
     emergency_step: int | None = None
     emergency_copy: Path | None = None
+    emergency_here: bool = True
     awaited: tuple[str, ...] = ()
 
     @property
@@ -456,12 +458,12 @@ class _Work:
         return {url: StoreTemporary("it did not answer in time") for url in self._urls if url in known}
 
 
-def _emergency(root: Path, here: Catalog) -> tuple[int | None, Path | None]:
-    """Return the newest step of the lineage if it is an emergency snapshot, and the directory with its copy."""
-    newest = max(lineage_of(here).current.values(), key=lambda save: save.step, default=None)
+def _emergency(root: Path, here: Catalog) -> tuple[int | None, Path | None, bool]:
+    """Return the newest step of the lineage if it is a snapshot, the directory with its copy, and if it is here."""
+    newest = max(lineage_of(with_kept(root, here)).current.values(), key=lambda save: save.step, default=None)
     if newest is None or newest.kinds != ("emergency",):
-        return None, None
-    return newest.step, copy_of(root, newest.save_id)
+        return None, None, True
+    return newest.step, copy_of(root, newest.save_id), newest.save_id in here.saves
 
 
 class _Refusals:

@@ -21,7 +21,7 @@ from ckptmirror.flow.places.select import lineage_of, quarantined_in
 from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.save.emergency_files import is_emergency
-from ckptmirror.flow.save.persistent_dir import copy_of
+from ckptmirror.flow.save.persistent_dir import copy_of, with_kept
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord
@@ -69,6 +69,7 @@ class Status:
         unsettled: Save id -> why it is not on every required mirror, for whole saves and for all that the table knows.
         emergency_step: The step of an emergency snapshot that is newer than all safe saves; it is never uploaded.
         emergency_copy: The persistent directory that has a whole copy of it.
+        emergency_here: Whether it is on this disk. If that was full, it is in the persistent directory alone.
         unasked: Mirrors that count, and have not yet confirmed that they still have what was verified there.
         skipped: Steps that the trainer did not save because the disk was full, oldest first; only the last ones.
         skipped_why: Why the last of them was skipped.
@@ -91,6 +92,7 @@ class Status:
     trainer_alive: bool | None = None
     emergency_step: int | None = None
     emergency_copy: Path | None = None
+    emergency_here: bool = True
     skipped: tuple[int, ...] = ()
     skipped_why: str = ""
     awaited: tuple[str, ...] = ()
@@ -193,7 +195,8 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     gaps: dict[str, dict[str, str]] = {}
     for one in now.open:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
-    standing = lineage_of(catalog).standing_by_save()
+    everywhere = with_kept(root, catalog)
+    standing = lineage_of(everywhere).standing_by_save()
     quarantined = quarantined_in(catalog, root)
     by_save: dict[str, list[UploadRecord]] = {}
     for record in records:
@@ -220,14 +223,15 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     unsafe = [record for record in records if record.mirror in required and record.state in WAITING]
     current = [line for line in saves if line.standing == "current"]
     safe = max((line.step for line in current if line.safe), default=None)
-    snapshots = [line for line in current if line.kinds == ("emergency",) and (safe is None or line.step > safe)]
-    snapshot = max(snapshots, key=lambda line: line.step, default=None)
+    newest = [meta for meta in everywhere.saves.values() if standing[meta.save_id] == "current"]
+    snapshots = [meta for meta in newest if is_emergency(meta) and (safe is None or meta.step > safe)]
+    snapshot = max(snapshots, key=lambda meta: meta.step, default=None)
     trainer = read_status_file(root)
     skipped = _skipped(trainer)
     return Status(
         root=root,
         mirrors=tuple(mirrors),
-        newest_step=max((line.step for line in current), default=None),
+        newest_step=max((meta.step for meta in newest), default=None),
         newest_safe_step=safe,
         unsafe_files=len(unsafe),
         unsafe_bytes=sum(record.size_bytes or 0 for record in unsafe),
@@ -240,6 +244,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         unasked=tuple(url for url, _ in mirrors if url in now.unasked),
         emergency_step=snapshot.step if snapshot is not None else None,
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
+        emergency_here=snapshot is None or snapshot.save_id in catalog.saves,
         skipped=tuple(step for step, _ in skipped),
         skipped_why=skipped[-1][1] if skipped else "",
         awaited=tuple(f"step {one.step}: {one.last_error}" for one in waiting_for_nodes(unsafe, required)),

@@ -43,7 +43,7 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
     ),
     events.EmergencySaved: (
         logging.WARNING,
-        "step %(step)d: emergency snapshot of rank %(rank)d is on disk, and on no mirror",
+        "step %(step)d: emergency snapshot of rank %(rank)d is in %(place)s, and on no mirror",
     ),
     events.RecordVerified: (logging.DEBUG, "step %(step)d: %(path)s verified on %(mirror)s"),
     events.RecordFailed: (

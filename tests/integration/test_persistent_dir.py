@@ -575,6 +575,32 @@ def test_a_start_without_room_for_the_snapshot_says_so_and_the_next_has_it(
     assert directory.is_dir()
 
 
+def test_status_and_drain_say_that_the_newest_state_is_in_the_persistent_directory_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk was full when the snapshot was taken."""
+    saved_run(place.root, (3,), place.mirror)
+    make = emergency.make_own_dir
+
+    def no_room(directory: Path) -> None:
+        if directory.parent == place.root:
+            raise LocalStorageFull("no space is left")
+        make(directory)
+
+    monkeypatch.setattr(emergency, "make_own_dir", no_room)
+    directory, _ = place.snapshot(5, place.mirror)
+    monkeypatch.undo()
+    assert directory.parent == place.kept
+    assert f"snapshot of rank 0 is in {place.kept}, and on no mirror" in caplog.text
+    status = cli("status", "--root", place.root)
+    assert f"step 5, is an emergency snapshot only in {place.kept}; a start with that persistent_dir" in status.stdout
+    assert "newest step 5, newest safe step 3" in " ".join(status.stdout.split())
+    facts = json.loads(cli("status", "--root", place.root, "--json").stdout)
+    assert (facts["emergency_step"], facts["emergency_copy"], facts["emergency_here"]) == (5, str(place.kept), False)
+    assert f"only in {place.kept}" in cli("drain", "--root", place.root).stderr
+    assert place.start(place.mirror)[:2] == (5, "emergency")
+
+
 def test_status_and_drain_say_where_the_copy_is(place: Place) -> None:
     saved_run(place.root, (3,), place.mirror)
     place.snapshot(5, place.mirror)

@@ -64,10 +64,9 @@ def test_nodes_with_other_settings_are_refused_with_both_values(
         assert all(one.replace("file://", f"file://{tmp_path}") in message for one in both)
 
 
-def open_signed(rank: int, base: str, keys: list[dict[str, Any]]) -> tuple[str, str, int]:
-
+def open_with_more(rank: int, base: str, more: list[dict[str, Any]]) -> tuple[str, str, int]:
     def job() -> None:
-        CheckpointManager(Path(base) / "ab"[rank], timeout_s=WAIT_S, **keys[rank]).close()
+        CheckpointManager(Path(base) / "ab"[rank], timeout_s=WAIT_S, **more[rank]).close()
 
     return outcome(job)
 
@@ -77,18 +76,26 @@ def test_nodes_that_do_not_demand_the_same_signatures_are_refused(tmp_path: Path
     key = make_key(tmp_path / "keys")
     keys = [key, {"signing_key": key["signing_key"]}]
     for given in (keys, keys[::-1]):
-        for kind, message, _ in run_ranks(2, open_signed, str(tmp_path), given):
+        for kind, message, _ in run_ranks(2, open_with_more, str(tmp_path), given):
             assert kind == ConfigError.__name__
             assert "The nodes of this job differ in verify_keys" in message
             assert "none" in message
-    assert [message for _, message, _ in run_ranks(2, open_signed, str(tmp_path), [key, key])] == ["None", "None"]
+    assert [message for _, message, _ in run_ranks(2, open_with_more, str(tmp_path), [key, key])] == ["None", "None"]
 
 
 def test_nodes_of_which_only_some_sign_are_refused(tmp_path: Path) -> None:
     key = make_key(tmp_path / "keys")["signing_key"]
-    for kind, message, _ in run_ranks(2, open_signed, str(tmp_path), [{"signing_key": key}, {}]):
+    for kind, message, _ in run_ranks(2, open_with_more, str(tmp_path), [{"signing_key": key}, {}]):
         assert kind == ConfigError.__name__
         assert "differ in signing_key: node 0 has one, node 1 has none" in message
+
+
+def test_nodes_that_keep_snapshots_in_other_directories_are_refused(tmp_path: Path) -> None:
+    """A start looks for a snapshot in one directory: that of the first node."""
+    kept = tmp_path / "kept"
+    for kind, message, _ in run_ranks(2, open_with_more, str(tmp_path), [{}, {"persistent_dir": kept}]):
+        assert kind == ConfigError.__name__
+        assert f"differ in persistent_dir: node 0 has none, node 1 has {kept}" in message
 
 
 def test_a_node_whose_root_is_of_another_run_is_refused_by_name(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def save_emergency(
             rank=rank,
             save_id=save_id,
             size_bytes=meta.size_bytes,
+            place=str(home),
             duration_s=time.monotonic() - started,
         )
     )

@@ -49,6 +49,7 @@ from ckptmirror.local.hang_guard import beat, hang_guard
 from ckptmirror.local.listing import Listing, is_not_readable_now
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.save_logger import save_logger
+from ckptmirror.local.status_file import read_status_file
 
 __all__ = [
     "bring_snapshot",
@@ -58,6 +59,7 @@ __all__ = [
     "persistent_catalog",
     "snapshots_in",
     "why_perhaps_elsewhere",
+    "with_kept",
 ]
 
 _WORKERS = 4
@@ -134,12 +136,31 @@ def snapshots_in(directory: Path) -> dict[str, Meta]:
 
 
 def copy_of(root: Path, save_id: str) -> Path | None:
-    """Return the persistent directory that has a whole copy of a snapshot in ``root``; None if none is known."""
+    """Return the persistent directory that has a whole copy of a snapshot of a root; None if none is known."""
     try:
         directory = read_note(note_path(root, save_id)).persistent_dir
     except (FileNotFoundError, ValueError, CkptMirrorError, OSError):
-        return None
+        directory = _last_used(root)
     return directory if directory is not None and save_id in snapshots_in(directory) else None
+
+
+def _last_used(root: Path) -> Path | None:
+    """Return the persistent directory of the last trainer, if it had one."""
+    directory = read_status_file(root).get("persistent_dir")
+    return Path(directory) if isinstance(directory, str) else None
+
+
+def with_kept(root: Path, here: Catalog) -> Catalog:
+    """Return what a root has, with the snapshots of its run that only the last trainer's persistent directory has.
+
+    A full disk sends a snapshot there alone. If the directory cannot be read, nothing is added.
+    """
+    directory = _last_used(root)
+    if directory is None or here.attempts is None:
+        return here
+    found = snapshots_in(directory)
+    kept = {save_id: meta for save_id, meta in found.items() if meta.run_id == here.attempts.run_id}
+    return replace(here, saves={**kept, **here.saves})
 
 
 def why_perhaps_elsewhere(root: Path, save_id: str, persistent_dir: Path | None) -> str | None:

@@ -548,6 +548,7 @@ class Node:
             "fenced": self.fenced(),
             "last_step": self._last_step,
             "skipped": list(self._skipped),
+            "persistent_dir": str(self.persistent_dir) if self.persistent_dir is not None else None,
             "at_utc": datetime.now(UTC).isoformat(timespec="seconds"),
             **more,
         }
