@@ -71,6 +71,7 @@ class Channel:
 class Meeting:
     """One rank of the small job, as ``Ranks`` is."""
 
+    timeout_s = _LIMIT_S
     torch_group = None
 
     def __init__(self, job: SmallJob, rank: int, name: str = "first") -> None:
