@@ -38,6 +38,7 @@ __all__ = [
     "next_save_bytes",
     "plan_rotation",
     "shortage",
+    "where_it_is",
 ]
 
 _GROWTH = 20  # a save may be this fraction larger than the one before it
@@ -85,13 +86,19 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class MirrorSafety:
-    """Whether a save is verified and committed on one mirror; ``reason`` says what is not, for people."""
+    """Whether a save is verified and committed on one mirror.
+
+    Attributes:
+        reason: What is not, for people.
+        without: Why it counts as verified and committed although the mirror does not have it; "" if it has it.
+    """
 
     mirror_url: str
     required: bool
     verified: bool
     committed: bool
     reason: str = ""
+    without: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +265,7 @@ def plan_rotation(
         not_wanted = "policy does not keep it" if save.standing == "current" else f"it is {save.standing}"
         unsafe = _why_unsafe(save)
         if unsafe is None:
-            plan.delete[save.save_id] = f"{not_wanted}; every required mirror has it"
+            plan.delete[save.save_id] = f"{not_wanted}; {where_it_is(save)}"
         elif not any(safety.required for safety in save.safety):
             plan.refuse[save.save_id] = unsafe
         elif (successor := _successor_of(save, counted, abandoned)) is not None:
@@ -318,7 +325,7 @@ def _why_keep(save: SaveStatus, wanted: Mapping[int, str]) -> str | None:
 
 
 def _why_unsafe(save: SaveStatus) -> str | None:
-    """Return why a save may be the only copy; None if every required mirror has it."""
+    """Return why a save may be the only copy; None if every required mirror has it, or need not."""
     required = [safety for safety in save.safety if safety.required]
     if not required:
         return "no required mirror is configured, so this may be the only copy"
@@ -327,6 +334,16 @@ def _why_unsafe(save: SaveStatus) -> str | None:
             what = "is not verified" if not safety.verified else "is verified, but its meta is not committed"
             return f"it {what} on {safety.mirror_url}" + (f": {safety.reason}" if safety.reason else "")
     return None
+
+
+def where_it_is(save: SaveStatus) -> str:
+    """Say which required mirrors have a safe save, and why the others need not have it."""
+    required = [safety for safety in save.safety if safety.required]
+    lacking = [f"{safety.mirror_url} {safety.without}" for safety in required if safety.without]
+    if not lacking:
+        return "every required mirror has it"
+    others = ["every other required mirror has it"] if len(lacking) < len(required) else []
+    return "; ".join([*others, *lacking])
 
 
 def _held_steps(counted: Sequence[SaveStatus], retention: Retention) -> tuple[dict[int, str], tuple[str, ...]]:

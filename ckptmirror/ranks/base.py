@@ -79,6 +79,19 @@ class Ranks(Protocol):
         """The channel's own CPU (gloo) process group, for torch APIs that need one; None in a single process."""
         ...
 
+    @property
+    def lost_torch_group(self) -> bool:
+        """Whether a collective on ``torch_group`` failed here, so that none can succeed before it is renewed."""
+        ...
+
+    def renew_torch_group(self) -> None:
+        """Replace ``torch_group``. All ranks call this at the same place, after an exchange; any thread may.
+
+        Raises:
+            WaitTimeout: Not all ranks took part within the channel's limit.
+        """
+        ...
+
     def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:
         """Send ``value`` (picklable) or ``error`` to all ranks and return every rank's value, by rank.
 

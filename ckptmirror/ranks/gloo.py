@@ -11,7 +11,7 @@ Rules:
 * Every wait ends at the channel's limit. A wait that times out closes the gloo connections and so breaks the channel;
   it leaves the reason in the group's store, where the ranks that were cut off find it.
 * If a collective of a caller fails in gloo, the rank closes its connections of that group before it reports that:
-  other ranks may wait in the collective for this one, which will not come.
+  other ranks may wait in the collective for this one, which will not come. All ranks can renew the group then.
 * A broken channel raises the same error at once in every later exchange.
 * Only an error from gloo means that a rank is gone. An error while reading a message is this rank's own, and is raised.
 * ``close`` sends nothing.
@@ -78,6 +78,8 @@ class GlooRanks:
         self._torch_group = _new_group(process_group, f"ckptmirror:{name}:torch", timeout_s)
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
+        self._lost_torch_group = False
+        self._renewed = 0
         self._layout = NodeLayout(0, 1, tuple(range(self._size)), self._rank)
         self._nodes = [self._layout.ranks]
         self._store = _store_of(self._group)
@@ -161,6 +163,33 @@ class GlooRanks:
         """A gloo group of the same ranks, for torch APIs that need one; only this channel's thread uses it."""
         return self._torch_group
 
+    @property
+    def lost_torch_group(self) -> bool:
+        """Whether a collective on ``torch_group`` failed here."""
+        return self._lost_torch_group
+
+    def renew_torch_group(self) -> None:
+        """Replace ``torch_group``; all ranks call this at the same place. See :class:`Ranks`.
+
+        The new group is named after the old one, not by torch's count of groups: the training may create one meanwhile.
+        """
+        self._renewed += 1
+        old, limit, store = self._torch_group, timedelta(seconds=self._timeout_s), _store_of(self._group)
+        members, name = dist.get_process_group_ranks(old), f"{self._group.group_name}:{self._renewed}"
+        try:
+            if store is not None:
+                store.set_timeout(limit)
+            group = _named_group(members, name, f"ckptmirror:{self._name}:torch", limit, store)
+        except RuntimeError as error:
+            raise WaitTimeout(f"not all ranks connected again within {self._timeout_s:g} s ({error})") from error
+        if group is None:
+            raise RankFailed(
+                "a collective failed earlier, and this version of torch cannot connect the ranks again",
+                hint="Start the job again: it continues from the last save.",
+            )
+        self._torch_group, self._lost_torch_group = group, False
+        dist.destroy_process_group(old)
+
     def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:
         """Send ``value`` or ``error`` to all ranks and return every rank's value, by rank. See :class:`Ranks`."""
         return list(self._in_turn(value, what, "all", error).values())
@@ -207,6 +236,7 @@ class GlooRanks:
 
     def _break_torch_group(self) -> None:
         """Close the connections of the callers' group. gloo has no call for it, but a wait that times out does it."""
+        self._lost_torch_group = True
         for peer in range(self._size):
             try:
                 if peer != self._rank:
@@ -442,21 +472,36 @@ def _group_within(parent: Any, members: list[int], description: str, limit: time
     groups than others would wait for one another in vain, and no public function takes a name. So the name here comes
     from the parent's, and from how many groups it was given to before, which are the same on all members.
     """
+    number = _groups_made.get(parent, 0)
+    group = _named_group(members, f"ckptmirror:{parent.group_name}:{number}", description, limit)
+    if group is None:
+        return dist.new_group(
+            members, timeout=limit, backend="gloo", use_local_synchronization=True, group_desc=description
+        )
+    _groups_made[parent] = number + 1
+    return group
+
+
+def _named_group(members: list[int], name: str, description: str, limit: timedelta, store: Any = None) -> Any:
+    """Create a gloo group of this name that only its members create; None if this version of torch cannot.
+
+    Args:
+        members: Ranks of the job, ascending.
+        name: The same on all of them, and new.
+        description: For messages.
+        limit: Of every wait.
+        store: Where they find one another; None: the job's store.
+    """
     create = getattr(distributed_c10d, "_new_process_group_helper", None)
     store_of_all = getattr(distributed_c10d, "_get_default_store", None)
     ranks_of_groups = getattr(getattr(distributed_c10d, "_world", None), "pg_group_ranks", None)
     takes = inspect.signature(create).parameters.keys() if create is not None else set()
     if create is None or store_of_all is None or ranks_of_groups is None or not {"timeout", "group_desc"} <= takes:
-        return dist.new_group(
-            members, timeout=limit, backend="gloo", use_local_synchronization=True, group_desc=description
-        )
-    number = _groups_made.get(parent, 0)
-    name = f"ckptmirror:{parent.group_name}:{number}"
-    own = members.index(dist.get_rank())
-    backend = dist.Backend("gloo")
-    group, _ = create(len(members), own, members, backend, store_of_all(), name, timeout=limit, group_desc=description)
+        return None
+    own, backend = members.index(dist.get_rank()), dist.Backend("gloo")
+    found = store if store is not None else store_of_all()
+    group, _ = create(len(members), own, members, backend, found, name, timeout=limit, group_desc=description)
     ranks_of_groups[group] = {rank: at for at, rank in enumerate(members)}
-    _groups_made[parent] = number + 1
     return group
 
 

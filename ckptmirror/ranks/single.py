@@ -32,6 +32,10 @@ class SingleRank:
     is_leader = True
     timeout_s = math.inf
     torch_group = None
+    lost_torch_group = False
+
+    def renew_torch_group(self) -> None:
+        """Nothing to replace."""
 
     def exchange(self, value: T, *, what: str, error: BaseException | None = None) -> list[T]:  # noqa: ARG002  as in Ranks
         """Return ``[value]``, or raise ``error``."""

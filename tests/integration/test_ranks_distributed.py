@@ -448,6 +448,43 @@ def _never_opens(rank: int) -> Any:
     return outcome(lambda: open_ranks(node_key="a", timeout_s=2))
 
 
+def _renews(rank: int) -> Any:
+    """A collective of ranks 0 and 2 fails on rank 2 alone; ranks are in different numbers of groups."""
+    for other in (0, 1):
+        dist.new_group([other], use_local_synchronization=True) if rank == other else None
+    members = [0, 2]
+    group = dist.new_group(members)
+    if rank not in members:
+        return None
+    ranks = open_ranks(group, node_key="a", timeout_s=60).channel("save")
+    failure: RuntimeError | None = None
+    try:
+        if rank == 2:
+            ranks.torch_group.recv([torch.zeros(1)], 0, 0).wait(timedelta(milliseconds=1))
+    except RuntimeError as error:
+        failure = error
+    kind, _, _ = outcome(lambda: ranks.exchange(None, what="save step 1", error=failure)) if rank == 0 else ("", "", 0)
+    if rank == 2:
+        with pytest.raises(RuntimeError, match="Timed out"):
+            ranks.exchange(None, what="save step 1", error=failure)
+    lost = ranks.exchange(ranks.lost_torch_group, what="save step 2")
+    totals = []
+    for _ in range(2):
+        ranks.renew_torch_group()
+        total = torch.ones(1) + rank
+        dist.all_reduce(total, group=ranks.torch_group)
+        totals.append(total.item())
+    found = kind, lost, totals, ranks.lost_torch_group
+    ranks.close()
+    return found
+
+
+def test_ranks_renew_together_the_group_in_which_a_collective_of_one_failed() -> None:
+    first, _, second = run_ranks(3, _renews)
+    assert first == ("RankFailed", [False, True], [4.0, 4.0], False)
+    assert second == ("", [False, True], [4.0, 4.0], False)
+
+
 def test_opening_has_a_limit_too() -> None:
     waited = run_ranks(2, _never_opens)[0]
     assert waited[0] == "WaitTimeout"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror import CheckpointManager
-from ckptmirror.core import names
+from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import LocalStorageFull, NameTaken
 from ckptmirror.core.model import Attempt, Meta, new_id, top_names
@@ -35,6 +35,7 @@ from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.ranks import SingleRank
 from tests.kit.cli import run
 from tests.kit.faults import DiskFault, failing
+from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot, two_saves, whole
 from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
 from tests.kit.training import new_state, saved_run, train
@@ -405,3 +406,16 @@ def test_a_step_that_was_saved_again_with_equal_bytes_and_brought_back_is_delete
     assert "model_000002.pt" in objects  # on a mirror without metadata, the other save's object is as good
     assert run("rotate", "--root", root, "--keep-last", "1").returncode == 0
     assert [meta.step for meta in local_catalog(root).saves.values()] == [3]
+
+
+def test_the_reason_of_a_deletion_names_the_mirror_that_is_left_without_the_save(
+    open_root: Callable[..., MirroredRoot],
+) -> None:
+    first, second = memory_url(), memory_url()
+    place = open_root(first, second)
+    old, _ = two_saves(place)
+    place.table.skip(old.save_id, "no disk of this job has the rest", mirror=second)
+    place.upload()
+    assert place.rotate().deleted == ((100, old.save_id),)
+    (reason,) = [event.reason for event in place.events if isinstance(event, events.SaveRotated)]
+    assert reason == f"policy does not keep it; every other required mirror has it; {second} is left without it"

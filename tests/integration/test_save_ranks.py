@@ -5,18 +5,22 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageUnwritable
+from ckptmirror.formats import dcp
 from ckptmirror.local import crashpoints
 from ckptmirror.local.lock import RankLock
+from ckptmirror.ranks.gloo import GlooRanks
 from tests.integration.save_ranks_job import everything_that_happens
 from tests.kit.faults import flip_bit
 from tests.kit.processes import LIMIT_S, outcome, run_ranks
@@ -285,6 +289,42 @@ def test_a_rank_that_is_killed_in_a_save_of_kind_dcp_ends_that_save_on_the_other
         assert kind == "BackgroundSaveFailed"
         assert f"rank {dies} is gone" in message
     assert sorted(whole(tmp_path)) == [1]
+
+
+def save_with_a_late_rank(rank: int, root: str) -> tuple[list[tuple[str, str, int]], int]:
+    """Three saves; in the second, rank 1 comes to the first collective only after rank 0 has given it up."""
+    gave_up = dist.distributed_c10d._get_default_store()
+    write, cut = dcp._save, GlooRanks._break_torch_group
+
+    def late(*arguments: Any) -> Any:
+        gave_up.wait(["gave up"], timedelta(seconds=LIMIT_S))
+        return write(*arguments)
+
+    def told(ranks: GlooRanks) -> None:
+        gave_up.set("gave up", "")
+        cut(ranks)
+
+    GlooRanks._break_torch_group = told  # type: ignore[method-assign]
+    manager = CheckpointManager(root, kinds=("dcp",), timeout_s=5.0)
+    state = new_state()
+    manager.resume(state)
+    found = []
+    for step in (1, 2, 3):
+        dcp._save = late if (rank, step) == (1, 2) else write
+        found.append(outcome(lambda step=step: manager.save(step, state).wait().step))  # type: ignore[misc]
+    manager.close()
+    again = CheckpointManager(root, kinds=("dcp",), timeout_s=LIMIT_S)
+    start = again.resume(new_state())
+    again.close()
+    return found, start.step if start is not None else 0
+
+
+@pytest.mark.long
+def test_a_save_whose_collective_came_to_its_limit_does_not_fail_the_next(tmp_path: Path) -> None:
+    for (first, second, third), step in run_ranks(2, save_with_a_late_rank, str(tmp_path)):
+        assert (first, third) == (("value", "1", 0), ("value", "3", 0))
+        assert second[0] == "BackgroundSaveFailed"
+        assert step == 3
 
 
 def save_without_a_lock(rank: int, root: str) -> tuple[str, str, int | None]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ckptmirror.flow.start import gather, resume
 from ckptmirror.flow.start.leader import Node
@@ -50,13 +51,17 @@ def saved(base: Path, nodes: str, **more: Any) -> Found:
 
 
 def part_counted(rank: int, job: Job) -> tuple[Found, Requests]:
-    """Take part; return also what all nodes had asked for when the first of them had claimed the run."""
+    """Take part; return also what all nodes had asked for when they had claimed the run.
+
+    No node goes on before all have looked: the first to start its threads asks the mirror more at once.
+    """
     logged: Requests = []
     start = Node.start
 
     def noted(node: Node, *rest: Any) -> None:
         with urllib.request.urlopen(f"{os.environ['STORAGE_EMULATOR_HOST']}/_log") as answer:
             logged.extend(json.load(answer))
+        dist.barrier()
         start(node, *rest)
 
     Node.start = noted  # type: ignore[method-assign]

@@ -39,7 +39,7 @@ def main(base: Path, last_step: int, die_at: int) -> None:
         # Before the manager closes: at the interpreter's end, gloo's thread may not drop a collective's last tensor.
         total = sum(float(value.full_tensor().double().sum()) for value in model.state_dict().values())
     if dist.get_rank() == 0:
-        print(f"from step {first} to {last_step}: {total!r}")
+        sys.stdout.write(f"from step {first} to {last_step}: {total!r}\n")  # one write, beside what others log
     dist.destroy_process_group()
 
 

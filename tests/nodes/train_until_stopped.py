@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ def main() -> None:
         model(torch.rand(2, 8)).sum().backward()
         state.optimizer.step()
         state.optimizer.zero_grad()
-        print(f"step {step} after {start and start.kind}", flush=True)
+        # One write: torchrun runs Python unbuffered, so that the lines that ranks print at once would be mixed.
+        sys.stdout.write(f"step {step} after {start and start.kind}\n")
         if start is not None:
             break
         if stop.check(manager.ranks):

@@ -71,7 +71,9 @@ class Channel:
 class Meeting:
     """One rank of the small job, as ``Ranks`` is."""
 
+    timeout_s = _LIMIT_S
     torch_group = None
+    lost_torch_group = False
 
     def __init__(self, job: SmallJob, rank: int, name: str = "first") -> None:
         self._job, self._channel = job, job.channel_of(name)

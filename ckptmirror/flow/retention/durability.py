@@ -209,10 +209,13 @@ def save_safety(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) ->
         if there is None:
             safeties.append(MirrorSafety(mirror.url, mirror.required, False, False, "not queued for upload yet"))
             continue
-        needs_no_more = there.removed or (there.skipped and is_there)
-        verified = there.verified or needs_no_more
-        committed = there.committed or needs_no_more
-        safeties.append(MirrorSafety(mirror.url, mirror.required, verified, committed, there.reason))
+        without = ""
+        if there.removed:
+            without = "has a tombstone of it"
+        elif there.skipped and is_there:
+            without = "is left without it"
+        verified, committed = there.verified or bool(without), there.committed or bool(without)
+        safeties.append(MirrorSafety(mirror.url, mirror.required, verified, committed, there.reason, without))
     return tuple(safeties)
 
 

@@ -36,7 +36,15 @@ from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, StoreHangs, WaitTimeout
 from ckptmirror.core.model import AttemptList, Meta, top_names
-from ckptmirror.core.retention import Retention, Room, RotationPlan, SaveStatus, next_save_bytes, plan_rotation
+from ckptmirror.core.retention import (
+    Retention,
+    Room,
+    RotationPlan,
+    SaveStatus,
+    next_save_bytes,
+    plan_rotation,
+    where_it_is,
+)
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.places.trash import empty_trash
@@ -199,19 +207,20 @@ class _Rotation:
     def delete_early(self) -> None:
         """Delete saves that the policy keeps, while the disk has no room for the next save."""
         needed_bytes = next_save_bytes(self.statuses)
+        safe = {one.save_id: where_it_is(one) for one in self.statuses}
         tried: list[str] = []
         went: list[str] = []
         room = Room(room_bytes(self.root), needed_bytes)
         while (save_id := self.plan.next_early(room, tried)) is not None:
             tried.append(save_id)
-            why = f"the next save needs {room.needed_bytes} bytes, and {room.free_bytes} are free"
-            if self._delete(save_id, f"{why}; every required mirror has it"):
+            why = f"the next save needs {room.needed_bytes} bytes, and {room.free_bytes} are free; {safe[save_id]}"
+            if self._delete(save_id, why):
                 went.append(f"{self.metas[save_id].step} ({why})")
             room = Room(room_bytes(self.root), needed_bytes)
         if went:
             _log.warning(
-                "%s is short of space, so saves that the retention keeps were deleted early, since every required "
-                "mirror has them: step %s. Free space there, or lower keep_last.",
+                "%s is short of space, so saves that the retention keeps were deleted early: step %s. Free space "
+                "there, or lower keep_last.",
                 self.root,
                 ", ".join(went),
             )

@@ -57,7 +57,7 @@ from ckptmirror.flow.save.save_parts import (
 from ckptmirror.flow.save.unsaved import UnsavedDetector
 from ckptmirror.local import trash
 from ckptmirror.local.save_logger import save_logger
-from ckptmirror.ranks.base import Ranks
+from ckptmirror.ranks.base import Ranks, exchange_result
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import Snapshot, WriteContext
@@ -376,11 +376,14 @@ class Saver:
                 free,
                 holdings_of(copied),
                 self._said(copied),
+                self._ranks.lost_torch_group,
             ),
             what=f"agree on a save (number {request.number})",
             error=failure,
         )
         assert isinstance(copied, Copied)
+        if any(plan.is_cut for plan in plans):
+            exchange_result(self._ranks, self._ranks.renew_torch_group, what="connect the ranks again for a save")
         if self._ranks.is_leader and plans[0].said is not None:
             copied = replace(copied, said=plans[0].said)
         return agreed_context(plans, self.root, self._ranks, self._stages), copied

@@ -115,6 +115,7 @@ class Plan:
     free: bool
     holds: Holdings = Holdings()
     said: SaveMetadata | None = None
+    is_cut: bool = False  # whether a collective of an earlier save failed on this rank
 
 
 def holdings_of(copied: object) -> Holdings:

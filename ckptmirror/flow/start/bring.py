@@ -148,9 +148,9 @@ class Bringer:
 
     @property
     def abandoned(self) -> dict[str, str]:
-        """The saves of which a crash left only some nodes' parts, by id, with the reason."""
+        """The saves of which only some nodes' parts are left, by id, with the reason."""
         return {
-            save.save_id: f"step {save.step} is abandoned: a crash came before all nodes had committed it"
+            save.save_id: f"step {save.step} is abandoned: a crash, or a mirror that lost it, left only parts of it"
             for save in never_whole(self.seen.evidence)
         }
 

@@ -506,6 +506,12 @@ class Node:
         left = [one for one in records if one.mirror in mirrors and one.state not in SETTLED]
         return waiting_for_nodes(records, mirrors) == left
 
+    def _has_sent_all(self, found: Durability) -> bool:
+        """Whether all that is not safe only waits for other nodes."""
+        ids = {one.save_id for one in found.open}
+        records = [record for save_id in ids for record in self.table.records(save_id=save_id)]
+        return 0 < found.files == len(waiting_for_nodes(records, self._counting()))
+
     def _is_newest(self) -> bool:
         """Ask each required mirror, as the rotation will do too, whether a newer attempt has started."""
         if self.claim is None or self.fenced() is not None:
@@ -576,7 +582,7 @@ class Node:
             limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)
             found = self.durability()  # only now: the threads that just ended may have added something
-            pending = found.files
+            pending, has_sent_all = found.files, self._has_sent_all(found)
             reason = self._named(found.open[0]) if found.open else ""
             status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
             if self.claim is not None:
@@ -591,7 +597,13 @@ class Node:
             for url, why in unasked.items()
         ]
         if lines and not stopped:
-            raise DeadlinePassed(" ".join(lines), hint=f"Run `ckptmirror drain --root {quote(str(self.root))}`.")
+            hint = f"Run `ckptmirror drain --root {quote(str(self.root))}`."
+            if has_sent_all and not unasked:
+                hint = (
+                    "This node has sent all that it has: run `ckptmirror drain` on the node that is named. If that "
+                    "node deleted its part, or is gone, the next start does not wait for it."
+                )
+            raise DeadlinePassed(" ".join(lines), hint=hint)
         for line in lines:
             _log.warning(
                 "%s `ckptmirror drain --root %s`, or the next start, finishes them.", line, quote(str(self.root))

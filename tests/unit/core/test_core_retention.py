@@ -69,6 +69,18 @@ def test_every_required_mirror_must_have_it_and_others_need_not() -> None:
     assert list(plan.refuse) == ["s100"]
 
 
+def test_the_reason_of_a_deletion_says_which_required_mirror_does_not_have_the_save() -> None:
+    bare = MirrorSafety("file:///nfs", True, True, True, "its meta is skipped: …", "is left without it")
+    removed = MirrorSafety("gs://c/run", True, True, True, "", "has a tombstone of it")
+    saves = [status(100), status(150, safety=(*SAFE, bare, removed)), status(200, safety=(removed,)), status(300)]
+    assert plan_rotation(saves, Retention(keep_last=1)).delete == {
+        "s100": "policy does not keep it; every required mirror has it",
+        "s150": "policy does not keep it; every other required mirror has it; file:///nfs is left without it; "
+        "gs://c/run has a tombstone of it",
+        "s200": "policy does not keep it; gs://c/run has a tombstone of it",
+    }
+
+
 @pytest.mark.parametrize("safety", [(), (MirrorSafety("gs://b/run", False, True, True),)])
 def test_without_a_required_mirror_nothing_is_deleted(safety: tuple[MirrorSafety, ...]) -> None:
     saves = [status(100, safety=safety), status(150, safety=safety, skipped=True), status(200, safety=safety)]
