@@ -262,49 +262,53 @@ def check_plain_values(directory: Path, metadata: Metadata, present: Container[s
             decode(rebuilt(items))
 
 
-def files_read(directory: Path, module: torch.nn.Module, elsewhere: frozenset[str] = frozenset()) -> set[str]:
-    """Return the names of the files that a load into ``module`` reads on this rank; only ``.metadata`` has to be here.
+def files_read(directory: Path, target: LoadTarget) -> set[str]:
+    """Return the names of the files that a load reads on this rank; only ``.metadata`` has to be here.
 
     What does not fit the live model counts as read in full: the load then says why it does not fit.
-
-    Args:
-        directory: The directory.
-        module: The live model.
-        elsewhere: The names that only other ranks hold.
 
     Raises:
         IntegrityError: ``.metadata`` is broken or hostile.
     """
+    return {METADATA_NAME, *(one.relative_path for one in _parts_read(directory, (), target))}
+
+
+def ranges_read(directory: Path, exclude: Container[str], target: LoadTarget | None = None) -> dict[str, list[range]]:
+    """Return the ranges of bytes that a load reads, by file; only ``.metadata`` has to be here.
+
+    Args:
+        directory: The directory.
+        exclude: "optimizer", if it is not wanted.
+        target: What this rank loads into: it reads its own shards. None: everything is read.
+
+    Raises:
+        IntegrityError: ``.metadata`` is broken or hostile.
+    """
+    found: dict[str, list[range]] = {}
+    for one in _parts_read(directory, exclude, target):
+        found.setdefault(one.relative_path, []).append(range(one.offset, one.offset + one.length))
+    return found
+
+
+def _parts_read(directory: Path, exclude: Container[str], target: LoadTarget | None) -> Iterator[Any]:
+    """Yield where each part is stored that a load reads."""
     metadata = read_directory_metadata(directory)
-    entries = _without_others(_entries(metadata), module, elsewhere)
-    into: dict[str, Any] = dict(_owners(entries, module))
-    saved, live = _of_model(entries), live_values(module)
-    for name, there in match_names(saved, live).items():
-        into |= {entry.key: live.get(there) for entry in saved[name]}
-    found = {METADATA_NAME}
+    entries = _without(_entries(metadata), exclude)
+    into: dict[str, Any] = {}
+    if target is not None:
+        module = target.state.model
+        entries = _without_others(entries, module, target.elsewhere)
+        into |= _owners(entries, module, target.rules)
+        live = live_values(module)
+        saved = {target.rules.renamed(name): of_name for name, of_name in _of_model(entries).items()}
+        for name, there in match_names(saved, live).items():
+            into |= {entry.key: live.get(there) for entry in saved[name]}
     for entry in entries:
         indices, own = [MetadataIndex(entry.key)], into.get(entry.key)
         if isinstance(entry.described, TensorStorageMetadata):
             wanted = region_of(own) if isinstance(own, torch.Tensor) and own.shape == entry.described.size else None
             indices = [index for index, _ in _needed(entry, wanted)]
-        found.update(metadata.storage_data[index].relative_path for index in indices)
-    return found
-
-
-def ranges_read(directory: Path, exclude: Container[str]) -> dict[str, list[range]]:
-    """Return the ranges of bytes that :func:`read_full_directory` reads, by file; only ``.metadata`` has to be here.
-
-    Raises:
-        IntegrityError: ``.metadata`` is broken or hostile.
-    """
-    metadata = read_directory_metadata(directory)
-    found: dict[str, list[range]] = {}
-    for entry in _without(_entries(metadata), exclude):
-        is_tensor = isinstance(entry.described, TensorStorageMetadata)
-        indices = [index for index, _ in _needed(entry, None)] if is_tensor else [MetadataIndex(entry.key)]
-        for info in (metadata.storage_data[index] for index in indices):
-            found.setdefault(info.relative_path, []).append(range(info.offset, info.offset + info.length))
-    return found
+        yield from (metadata.storage_data[index] for index in indices)
 
 
 def _without(entries: list[_Entry], exclude: Container[str]) -> list[_Entry]:

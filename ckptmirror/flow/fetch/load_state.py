@@ -5,7 +5,7 @@ It does not affect the run: it claims no attempt, writes no parent, and changes 
 Rules:
 * The leader of a node resolves the reference for its ranks. Every rank loads the same save, or none does.
 * Each rank verifies a share of the bytes before anything is loaded. A legacy checkpoint has no checksums.
-* From a mirror, each node fetches what is read, once, into a temporary directory, and verifies it as it comes.
+* From a mirror, each node fetches what its ranks read, once, into a temporary directory, and verifies it as it comes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.fetch.load import meta_of
 from ckptmirror.flow.fetch.loaded_check import check_loaded, not_proved
 from ckptmirror.flow.fetch.loaded_objects import check_groups, check_objects
-from ckptmirror.flow.fetch.partial import fetched_parts
+from ckptmirror.flow.fetch.partial import Fetch, begin_fetch, shard_ranges
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.legacy_references import look_up_older
 from ckptmirror.flow.places.reference import CheckpointReference
@@ -36,7 +36,7 @@ from ckptmirror.flow.places.resolve import main_path, resolve_for_load
 from ckptmirror.flow.places.select import choose
 from ckptmirror.formats.train_state import PARTS, left_out
 from ckptmirror.local.listing import Fault
-from ckptmirror.ranks.base import Ranks, exchange_result
+from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
 from ckptmirror.ranks.meeting import meet_until_done
 
 if TYPE_CHECKING:
@@ -101,22 +101,24 @@ def load_state(
         StoreTemporary: The mirror does not answer.
         UsageError: It does not fit.
     """
+    fetch: Fetch | None = None
     with ExitStack() as lent:
 
         def get() -> _Found:
+            nonlocal fetch
             found = _resolve(root, reference, options.exclude)
             if isinstance(found.dir, Path):
                 return _Found(found, found.dir, None)
-            place, _, fetched = lent.enter_context(
-                fetched_parts(found, options.exclude & _NOT_FETCHED, with_lists=True)
-            )
-            return _Found(found, place, fetched)
+            fetch = lent.enter_context(begin_fetch(found, options.exclude & _NOT_FETCHED, with_lists=True))
+            return _Found(found, fetch.root, fetch.read)
 
         at_hand = meet_until_done(ranks, get if ranks.is_leader else None, "get a checkpoint")
         _check_same([one.reference for _, one in sorted(at_hand.items())])
         given, place, fetched = at_hand[ranks.node_ranks[0]]
-        meta = fetched if fetched is not None or given.save_id is None else _verified(ranks, given, options.exclude)
         elsewhere = names_elsewhere(ranks, stages, state)
+        if any(one.fetched is not None for one in at_hand.values()):
+            _receive_shards(ranks, fetch, at_hand[ranks.node_ranks[0]], state, options, elsewhere)
+        meta = fetched if fetched is not None or given.save_id is None else _verified(ranks, given, options.exclude)
         load = partial(_load, ranks, given, place, meta, state, options, elsewhere)
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
         if meta is not None and options.verify_loaded:  # on every rank: the copies of two nodes may have other lists
@@ -138,12 +140,48 @@ class _Found(NamedTuple):
     Attributes:
         reference: What was found.
         place: The directory with its files.
-        fetched: Of one that was fetched from a mirror, the save with these files alone. Their bytes are verified.
+        fetched: Of one that is fetched from a mirror, the save with these files alone. Bytes are verified as they come.
     """
 
     reference: CheckpointReference
     place: Path
     fetched: Meta | None
+
+
+def _receive_shards(
+    ranks: Ranks, fetch: Fetch | None, found: _Found, state: TrainState, options: LoadOptions, elsewhere: frozenset[str]
+) -> None:
+    """Fetch on each node, once, what its ranks read of the shards of a save on a mirror. All ranks call this.
+
+    Args:
+        ranks: All ranks.
+        fetch: On the leader of a node that fetches.
+        found: What the node has.
+        state: What is loaded into.
+        options: What to load.
+        elsewhere: The names that only other ranks hold.
+    """
+
+    def ranges() -> dict[str, list[range]]:
+        if found.fetched is None:
+            return {}
+        from ckptmirror.formats.base import LoadTarget
+
+        target = LoadTarget(state, ranks.rank, ranks.world_size, elsewhere=elsewhere, rules=options.rules)
+        return shard_ranges(found.place, found.fetched, options.exclude & _NOT_FETCHED, target)
+
+    read = gather_result(ranks, ranges, what="ask which bytes are read", to="node")
+
+    def receive() -> bool:
+        if fetch is not None:
+            wanted: dict[str, list[range]] = {}
+            for rank in ranks.node_ranks:
+                for name, of_rank in read[rank].items():
+                    wanted.setdefault(name, []).extend(of_rank)
+            fetch.receive_shards(wanted)
+        return True
+
+    meet_until_done(ranks, receive if ranks.is_leader else None, "fetch a checkpoint")
 
 
 def _check_same(resolved: Sequence[CheckpointReference]) -> None:

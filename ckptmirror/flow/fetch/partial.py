@@ -2,7 +2,7 @@
 
 Rules:
 * Of a DCP directory, only the blocks come that hold what is wanted, each once; ``.metadata`` says where that is. The
-  files have their full size, and holes in place of the rest.
+  files have their full size, and holes in place of the rest. Ranks that load together want their own shards.
 * Every block is compared with its checksum as it arrives, so nothing is verified again, and nothing else is read.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, KindMismatch
@@ -25,7 +26,10 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.stores import open_store
 
-__all__ = ["fetched_parts", "is_read", "receive_whole"]
+if TYPE_CHECKING:
+    from ckptmirror.formats.base import LoadTarget
+
+__all__ = ["Fetch", "begin_fetch", "fetched_parts", "is_read", "receive_whole", "shard_ranges"]
 
 _SHARD = ".distcp"
 
@@ -37,11 +41,71 @@ def is_read(artifact: Artifact, exclude: Container[str], *, with_lists: bool = F
     return (role != "tensors" or with_lists) and {"optim": "optimizer"}.get(role, role) not in exclude
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """A save on a mirror, on its way into a temporary directory.
+
+    Attributes:
+        root: The directory. It has all files that are read, but of the shards of a DCP directory only holes.
+        meta: The save.
+        read: The save with the files that are read alone.
+    """
+
+    root: Path
+    meta: Meta
+    read: Meta
+    mirror: Mirror
+
+    def receive_shards(self, ranges: Mapping[str, Iterable[range]]) -> None:
+        """Fetch the blocks of the shards that hold these ranges of bytes, by file name."""
+        wanted = [one for one in self.read.artifacts if one.path.endswith(_SHARD) and Path(one.path).name in ranges]
+        incoming = [
+            replace(one, ranges=tuple(ranges[one.path.name]))
+            for one in incoming_of(self.mirror, self.meta, wanted, lambda path: self.root / path)
+        ]
+        receive(incoming, on_bytes=lambda _received, _kept: None)
+
+
+def shard_ranges(
+    root: Path, read: Meta, exclude: Container[str], target: LoadTarget | None = None
+) -> dict[str, list[range]]:
+    """Return the ranges of bytes of the shards that are read, by file name; none if the save has no shards.
+
+    Args:
+        root: The directory with ``.metadata``.
+        read: The save, with the files that are read.
+        exclude: "optimizer", if it is not wanted.
+        target: What this rank loads into: it reads its own shards. None: everything is read.
+
+    Raises:
+        IntegrityError: ``.metadata`` is broken or hostile.
+    """
+    if not any(one.path.endswith(_SHARD) for one in read.artifacts):
+        return {}
+    from ckptmirror.formats.dcp_read import ranges_read
+
+    return ranges_read(root / names.SaveName(read.step).dcp_dir, exclude, target)
+
+
 @contextmanager
-def fetched_parts(
-    found: CheckpointReference, exclude: Container[str], *, with_lists: bool = False
-) -> Iterator[tuple[Path, Meta, Meta]]:
-    """Lend a directory with what is read of the save ``found`` on a mirror, its meta, and one with these files alone.
+def fetched_parts(found: CheckpointReference, exclude: Container[str]) -> Iterator[tuple[Path, Meta, Meta]]:
+    """Lend a directory with what is read of a save on a mirror, its meta, and one with these files alone.
+
+    Args:
+        found: The save; its ``dir`` is the mirror's URL.
+        exclude: "optimizer" and "extra", if they are not wanted.
+
+    Raises:
+        Exception: As :func:`begin_fetch`.
+    """
+    with begin_fetch(found, exclude) as fetch:
+        fetch.receive_shards(shard_ranges(fetch.root, fetch.read, exclude))
+        yield fetch.root, fetch.meta, fetch.read
+
+
+@contextmanager
+def begin_fetch(found: CheckpointReference, exclude: Container[str], *, with_lists: bool = False) -> Iterator[Fetch]:
+    """Lend a directory with what is read of a save on a mirror, without the bytes of its shards.
 
     Args:
         found: The save; its ``dir`` is the mirror's URL.
@@ -70,9 +134,11 @@ def fetched_parts(
         with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
             root = Path(name)
             receive_whole(mirror, meta, root, [one for one in read if not one.path.endswith(_SHARD)])
-            if found.kind == "dcp":
-                _receive_ranges(mirror, meta, root, [one for one in read if one.path.endswith(_SHARD)], exclude)
-            yield root, meta, replace(meta, tag="", artifacts=tuple(read))
+            for shard in (one for one in read if one.path.endswith(_SHARD)):
+                (root / shard.path).parent.mkdir(parents=True, exist_ok=True)
+                (root / shard.path).touch()
+                os.truncate(root / shard.path, shard.digest.size_bytes)
+            yield Fetch(root, meta, replace(meta, tag="", artifacts=tuple(read)), mirror)
     finally:
         mirror.store.close()
 
@@ -84,20 +150,3 @@ def receive_whole(mirror: Mirror, meta: Meta, root: Path, artifacts: Sequence[Ar
     incoming = incoming_of(mirror, meta, artifacts, lambda path: root / path)
     whole = [replace(one, ranges=(range(one.source.digest.size_bytes),)) for one in incoming]
     receive(whole, on_bytes=lambda _received, _kept: None)
-
-
-def _receive_ranges(mirror: Mirror, meta: Meta, root: Path, shards: list[Artifact], exclude: Container[str]) -> None:
-    from ckptmirror.formats.dcp_read import ranges_read
-
-    directory = root / names.SaveName(meta.step).dcp_dir
-    ranges = ranges_read(directory, exclude)
-    for shard in shards:
-        (root / shard.path).parent.mkdir(parents=True, exist_ok=True)
-        (root / shard.path).touch()
-        os.truncate(root / shard.path, shard.digest.size_bytes)
-    wanted = [shard for shard in shards if Path(shard.path).name in ranges]
-    incoming = [
-        replace(one, ranges=tuple(ranges[one.path.name]))
-        for one in incoming_of(mirror, meta, wanted, lambda path: root / path)
-    ]
-    receive(incoming, on_bytes=lambda _received, _kept: None)

@@ -175,7 +175,7 @@ class View:
                 if metadata is None:
                     return None
                 verify_file(self.path / metadata.path, metadata.digest)
-                shards = files_read(self.path / name.dcp_dir, target.state.model, target.elsewhere)
+                shards = files_read(self.path / name.dcp_dir, target)
                 read |= {f"{name.dcp_dir}/{one}" for one in shards}
             which = snapshot_files_read if self._kind == "emergency" else extra_files_read
             read |= which(self.path, self._meta, target)

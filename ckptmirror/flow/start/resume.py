@@ -68,7 +68,7 @@ from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
 from ckptmirror.ranks.meeting import meet_until_done
 
 if TYPE_CHECKING:
-    from ckptmirror.formats.base import LoadReport
+    from ckptmirror.formats.base import LoadReport, LoadTarget
     from ckptmirror.formats.train_state import TrainState
 
 __all__ = ["Resumed", "resume_run"]
@@ -175,13 +175,16 @@ def _load_first_sound(
 
     What this rank holds then is returned with its sums, if it was compared with what was saved.
     """
+    from ckptmirror.formats.base import LoadTarget
+
+    target = LoadTarget(state, ranks.rank, ranks.world_size, elsewhere=elsewhere, rules=options.rules)
     while True:
         proposal = _propose(ranks, bringer, node)
         if proposal.meta is None:
             return proposal, None, []
         try:
             whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()
-            place, verified = _verified_here(root, ranks, node, proposal, state, elsewhere, whose_lists)
+            place, verified = _verified_here(root, ranks, node, proposal, target, whose_lists)
             load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
             report = _load_together(load, ranks, verified, state, options)
         except _CannotUse as found:
@@ -252,8 +255,7 @@ def _gather(
     ranks: Ranks,
     node: Node | None,
     proposal: Proposal,
-    state: TrainState,
-    elsewhere: frozenset[str],
+    target: LoadTarget,
     whose_lists: frozenset[int],
 ) -> View:
     """Gather on each node the files that its ranks read.
@@ -268,12 +270,9 @@ def _gather(
         is_trusted = True
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place, ranks)
         _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
-    whose = ranks.node_ranks if state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
+    whose = ranks.node_ranks if target.state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
     view = View(root, meta, proposal.kind, whose, whose_lists, trusted=is_trusted)
     _complete(ranks, node, proposal, view, view.begin)
-    from ckptmirror.formats.base import LoadTarget
-
-    target = LoadTarget(state, ranks.rank, ranks.world_size, elsewhere=elsewhere)
     read = gather_result(ranks, lambda: view.files_read(target), what="ask which files are read", to="node")
     for rank in ranks.node_ranks:
         view.need(read[rank])
@@ -364,8 +363,7 @@ def _verified_here(
     ranks: Ranks,
     node: Node | None,
     proposal: Proposal,
-    state: TrainState,
-    elsewhere: frozenset[str],
+    target: LoadTarget,
     whose_lists: frozenset[int],
 ) -> tuple[Path, Meta]:
     """Return where a node has what its ranks read, and the save with these files alone, once all ranks verified theirs.
@@ -382,7 +380,7 @@ def _verified_here(
         _vote_on_bytes(root, ranks, verified.artifacts)
         return root, verified
     try:
-        view = _gather(root, ranks, node, proposal, state, elsewhere, whose_lists)
+        view = _gather(root, ranks, node, proposal, target, whose_lists)
         read = tuple(view.needs.values())
         _vote_on_bytes(view.path, ranks, read)
     except _CannotUse as found:
@@ -397,7 +395,7 @@ def _verified_here(
             )
         _discard_all(root, ranks, node, meta)
         proposal = replace(proposal, share_downloads=False)
-        return _verified_here(root, ranks, node, proposal, state, elsewhere, whose_lists)
+        return _verified_here(root, ranks, node, proposal, target, whose_lists)
     return view.path, replace(meta, artifacts=read)
 
 
