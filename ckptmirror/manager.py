@@ -442,6 +442,7 @@ class CheckpointManager:
 
         Raises:
             WaitTimeout: ``timeout_s`` seconds passed.
+            DeadlinePassed: Uploads failed for good, so waiting longer does not help.
             BackgroundSaveFailed: A save failed or was skipped, and no call has raised that yet.
             AttemptFenced: A newer attempt has started, so nothing more is sent.
         """
@@ -449,8 +450,13 @@ class CheckpointManager:
         self._started().wait_over(timeout_s)
         raise_skipped(self._skipped)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
+            at = f"--root {quote(str(self.root))}"
+            if failed := self.status().failed_files:
+                why = f"Not everything is mirrored, and {failed} upload{'s' if failed > 1 else ''} failed for good."
+                then = f"`ckptmirror status {at}` says why; fix the cause, then `ckptmirror retry {at}`."
+                raise DeadlinePassed(why, hint=then)
             why = f"Not everything is mirrored after {timeout_s:g} s."
-            raise WaitTimeout(why, hint=f"Uploads continue; see `ckptmirror status --root {quote(str(self.root))}`.")
+            raise WaitTimeout(why, hint=f"Uploads continue; see `ckptmirror status {at}`.")
 
     def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
         """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Returns None except on the leader."""

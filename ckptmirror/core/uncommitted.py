@@ -23,6 +23,7 @@ __all__ = [
     "NodeShare",
     "PartsThere",
     "Uncommitted",
+    "damaged_part_text",
     "is_behind_text",
     "node_behind_text",
     "parts_there",
@@ -39,10 +40,18 @@ _BEHIND = re.compile(r"node \d+ of \d+ \(from 0\) has still to upload what it sa
 
 def node_behind_text(part: str, place: str) -> str:
     """Say that a part is not there yet, given its name."""
+    return f"{_behind(part)}{part} is not on {place} yet."
+
+
+def damaged_part_text(part: str, place: str) -> str:
+    """Say that a part cannot be read, given its name: its node says what to delete, and sends it again."""
+    return f"{_behind(part)}{part} on {place} is damaged, and `ckptmirror drain` on that node says what to do."
+
+
+def _behind(part: str) -> str:
     parsed = names.parse_name(part)
     assert parsed is not None
-    lacks = f"{part} is not on {place} yet."
-    return f"node {parsed.part - 1} of {parsed.parts} (from 0) has still to upload what it saved: {lacks}"
+    return f"node {parsed.part - 1} of {parsed.parts} (from 0) has still to upload what it saved: "
 
 
 def is_behind_text(reason: str | None) -> bool:

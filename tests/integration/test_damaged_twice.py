@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.lifecycle import RecordState
+from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import run
 from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot, make_pending
@@ -75,3 +76,15 @@ def test_a_mirror_that_knows_whose_an_object_is_has_both_named_and_never_another
     (failed,) = place.records(state=RecordState.FAILED)
     assert "Delete" not in str(failed.last_error)
     place.close()
+
+
+def test_a_meta_that_the_bucket_damaged_gets_its_other_name(gcs_server: GcsServerProcess, tmp_path: Path) -> None:
+    """Its checksum there does not match its bytes, so that no read of it succeeds."""
+    url = f"gs://test-bucket/{tmp_path.name}"
+    root, _ = make_pending(tmp_path, url, 100, kinds=("model",))
+    gcs_server.faults([Fault("upload.multipart", object=r"meta_000100\.json$", corrupt_byte_at=20, times=1)])
+    ended = run("drain", root, env=gcs_server.environment)
+    assert ended.returncode == 0, ended.stderr
+    listed = run("ls", url, env=gcs_server.environment).stdout
+    assert re.search(r"^ +100  model .* current .* *$", listed, re.MULTILINE)
+    assert run("verify", "--root", root, "--mirror", url, "--deep", env=gcs_server.environment).returncode == 0

@@ -11,7 +11,9 @@ import pytest
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.model import Meta
+from ckptmirror.core.uncommitted import is_behind_text
 from ckptmirror.flow.places.catalog import mirror_catalog
+from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.survey import survey
 from ckptmirror.flow.upload.record import upload_claimed
@@ -140,3 +142,37 @@ def _generation(place: MirroredRoot, name: str) -> int:
     there = place.store.stat(name)
     assert there is not None
     return there.generation
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_part_that_is_damaged_on_the_mirror_waits_for_its_node_which_says_what_to_delete(
+    node: int, place: MirroredRoot, tmp_path: Path
+) -> None:
+    mine, theirs = parts_of(place)
+    name = names.part_name(100, mine.save_id, node + 1, 2)
+    whole = meta_to_bytes((mine, theirs)[node])
+    if node == 0:
+        place.store.write(name, whole, if_generation=0)
+    at = tmp_path / "mirror" / name
+    at.chmod(0o644)
+    at.write_bytes(whole[:100])
+    place.upload()
+    assert mirror_catalog(place.mirrors[0]).saves == {}
+    (meta,) = [record for record in place.records() if record.role == "meta"]
+    (waits,) = uncommitted_on(place.mirrors[0].url)
+    assert waits.parts.awaited == f"node {node}"
+    if node == 0:
+        assert meta.state.value == "failed"
+        assert f"ckptmirror never replaces an object. Delete it: `rm {at}`" in (meta.reason or "")
+    else:
+        assert is_behind_text(meta.reason)
+        assert "is damaged, and `ckptmirror drain` on that node says what to do" in (meta.reason or "")
+    at.unlink()
+    if node == 1:  # that node sends it again
+        place.store.write(name, whole, if_generation=0)
+    else:
+        place.table.retry_failed()
+    place.clock.pass_s(600)
+    place.upload()
+    (found,) = mirror_catalog(place.mirrors[0]).saves.values()
+    assert found.is_whole

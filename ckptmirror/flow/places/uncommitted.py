@@ -3,12 +3,14 @@
 Rules:
 * The names of parts come from a listing that the caller has. Only where some save waits is the mirror asked for more:
   for the parts, and for the names of that step.
-* A part that cannot be read is left out: its files count as files that no part names.
+* A part that cannot be read is left out: its node has to send it again, and its files count as files that no part
+  names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
@@ -64,16 +66,14 @@ def uncommitted_saves(
     waiting = parts_there(listed, known)
     objects = {at: _objects_of_step(mirror, at) for at in dict.fromkeys(one.step for one in waiting)}
     claimed = {artifact.object_name for meta in catalog.metas() for artifact in meta.artifacts}
-    return [
-        uncommitted_save(
-            one,
-            _read_parts(mirror, one) if with_parts else (),
-            objects[one.step],
-            claimed,
-            is_alone=sum(other.step == one.step for other in waiting) == 1,
-        )
-        for one in waiting
-    ]
+    found = []
+    for one in waiting:
+        parts = _read_parts(mirror, one) if with_parts else ()
+        read = {part.node: one.names[part.node] for part in parts}
+        is_alone = sum(other.step == one.step for other in waiting) == 1
+        there = replace(one, names=read) if with_parts else one
+        found.append(uncommitted_save(there, parts, objects[one.step], claimed, is_alone=is_alone))
+    return found
 
 
 def _read_parts(mirror: Mirror, there: PartsThere) -> Sequence[Meta]:

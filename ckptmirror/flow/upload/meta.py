@@ -25,6 +25,7 @@ from ckptmirror.core.errors import (
     BrokenMeta,
     IntegrityError,
     NodeBehind,
+    NotSigned,
     ObjectNotFound,
     PreconditionFailed,
     StorePermanent,
@@ -33,7 +34,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.meta_merging import check_same_save, merge_parts
 from ckptmirror.core.model import Artifact, Meta, Tombstone
-from ckptmirror.core.uncommitted import node_behind_text
+from ckptmirror.core.uncommitted import damaged_part_text, node_behind_text
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, objects_of
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.upload.sending import Sending
@@ -114,6 +115,11 @@ class MetaUpload(Sending):
                 there, info = self._store.read(name, limit_bytes=META_LIMIT_BYTES)
             except ObjectNotFound as error:
                 raise Temporary(f"{name} appeared and disappeared on {context.mirror.url}.") from error
+            except IntegrityError:  # the mirror has other bytes than it was sent
+                stored = self._store.stat(name)
+                if stored is not None and self._is_damaged_own(stored, meta):
+                    damaged.append(name)
+                continue
             if info.crc32c is not None and crc32c(there) != info.crc32c:
                 raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may be ours
             found = _meta_or_none(there)
@@ -257,18 +263,25 @@ class MetaUpload(Sending):
         if has_waited or not (came_last or mine.save_id in left or self._stands_in(mine)):
             raise self._left_to_the_last(mine)
         found: dict[str, Meta] = {}
+        own = part_names[mine.node]
 
         def read(name: str) -> None:
             try:
                 found[name] = meta_from_bytes(self._store.read(name, limit_bytes=META_LIMIT_BYTES)[0])
-                check_same_save([mine, found[name]])
             except ObjectNotFound as error:
                 raise self._behind(name) from error
+            except NotSigned as error:
+                raise self._not_ours(name, str(error)) from error
+            except IntegrityError as error:
+                if name == own:
+                    raise self._say_what_to_delete([name]) from error
+                raise NodeBehind(damaged_part_text(name, self._context.mirror.url)) from error
+            try:
+                check_same_save([mine, found[name]])
             except BrokenMeta as error:
                 raise self._not_ours(name, str(error)) from error
 
         run_jobs(part_names, read, name="ckptmirror-parts", workers=_READERS)
-        own = part_names[mine.node]
         if not _covers(found[own], mine):
             raise self._not_ours(own, "It does not name what this node saved.")
         return merge_parts([found[name] for name in part_names])
