@@ -11,9 +11,11 @@ import pytest
 from ckptmirror import CheckpointManager, Retention
 from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.status import read_status
-from tests.kit.processes import run_ranks
+from ckptmirror.stores import open_store
+from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import WAIT_S, built, train
 
 pytestmark = pytest.mark.long
@@ -68,3 +70,39 @@ def test_a_mirror_that_is_added_does_not_wait_for_saves_that_one_node_has_delete
 
 def save_steps_of_two(rank: int, base: Path) -> int:
     return save_steps(rank, base, (1, 2, 3), ("mirror",), (1, 3)[rank], True)
+
+
+def go_on(rank: int, base: Path, nodes: str, steps: tuple[int, ...], mirrors: tuple[str, ...], keep: int) -> str:
+    """Continue on some nodes, save, and rotate; return what the end said."""
+    manager = CheckpointManager(
+        base / nodes[rank],
+        [f"file://{base}/{name}" for name in mirrors],
+        kinds=("dcp",),
+        retention=Retention(keep_last=keep),
+        timeout_s=WAIT_S,
+    )
+    state = built("ddp")
+    manager.resume(state)
+    for step in steps:
+        train(state, rank, step)
+        manager.save(step, state).wait("mirrored", timeout_s=WAIT_S)
+    manager.rotate(WAIT_S)
+    kind, message, _ = outcome(lambda: manager.close(timeout_s=WAIT_S))
+    return message if kind != "value" else ""
+
+
+@pytest.mark.parametrize("keep", [1, 9])
+def test_i1_a_part_goes_only_once_it_is_on_a_mirror_that_waits_for_a_node_which_is_away(
+    keep: int, tmp_path: Path
+) -> None:
+    """The node comes back, and completes the save there, whether or not the other still has its part."""
+    assert run_ranks(2, go_on, tmp_path, "ab", (1,), ("mirror",), 9) == ["", ""]
+    assert run_ranks(2, go_on, tmp_path, "bc", (2, 3), ("mirror", "added"), keep) == ["", ""]
+    assert steps_on(tmp_path / "b") == ([3] if keep == 1 else [1, 2, 3])
+    assert run_ranks(2, go_on, tmp_path, "ab", (4,), ("mirror", "added"), 9) == ["", ""]
+    store = open_store(f"file://{tmp_path}/added")
+    try:
+        there = mirror_catalog(Mirror(f"file://{tmp_path}/added", True, store)).saves.values()
+        assert 1 in {meta.step for meta in there}
+    finally:
+        store.close()

@@ -217,15 +217,6 @@ class Node:
         )
         set_mirrors(self.table, self.specs)
         self._add_records(lambda whole: whole)
-        for save_id, places in self._cannot_be_on.items():
-            for url in places:
-                if self.table.skip(save_id, "no disk of this job has what other nodes had to send here", mirror=url):
-                    save_logger(_log, mirror=url).warning(
-                        "save %s stays off %s: no disk of this job has what other nodes had to send there, and another "
-                        "required mirror has the save",
-                        save_id[:8],
-                        url,
-                    )
         self.table.retry_failed()
         self.table.end_delays([mirror.url for mirror in self.mirrors])  # they grew in an outage that may be over
         counting_first = sorted(self.mirrors, key=lambda mirror: mirror.url not in self._counting())
@@ -474,11 +465,34 @@ class Node:
 
     def _rotate_by_policy(self) -> None:
         rotates = self.retention.keep_last is not None
-        if (rotates or self._behind) and self._is_newest():
+        if (rotates or self._behind or self._cannot_be_on) and self._is_newest():
             if rotates:
                 self.rotate()
             else:
-                self._give_up_left_behind()
+                self._give_up_what_nobody_completes()
+
+    def _give_up_what_nobody_completes(self) -> None:
+        self._leave_off_mirrors()
+        self._give_up_left_behind()
+
+    def _leave_off_mirrors(self) -> None:
+        """Leave saves off mirrors where they cannot become whole any more, once this node's part is there.
+
+        Not before: a node that is not of this job may come back, and needs the part to complete the save there.
+        """
+        left = dict(self._cannot_be_on)
+        for save_id, urls in self._cannot_be_on.items():
+            sent = [url for url in urls if self._only_waits_for_nodes(save_id, {url})]
+            for url in sent:
+                if self.table.skip(save_id, "no disk of this job has what other nodes had to send here", mirror=url):
+                    save_logger(_log, mirror=url).warning(
+                        "save %s stays incomplete on %s: no disk of this job has what other nodes had to send there, "
+                        "and another required mirror has the save",
+                        save_id[:8],
+                        url,
+                    )
+            left[save_id] = tuple(url for url in urls if url not in sent)
+        self._cannot_be_on = {save_id: urls for save_id, urls in left.items() if urls}
 
     def _give_up_left_behind(self) -> None:
         """Give up the parts of saves that this attempt left behind, once a save of its own is safe."""
@@ -498,7 +512,8 @@ class Node:
                 self._behind -= {meta.save_id}
 
     def _has_sent_what_is_behind(self) -> bool:
-        return all(self._only_waits_for_nodes(save_id, self._counting()) for save_id in self._behind)
+        places = {**dict.fromkeys(self._behind, tuple(self._counting())), **self._cannot_be_on}
+        return all(self._only_waits_for_nodes(save_id, urls) for save_id, urls in places.items())
 
     def _only_waits_for_nodes(self, save_id: str, mirrors: Collection[str]) -> bool:
         """Whether each mirror has this node's part: if the other disk comes back, it makes the save whole there."""
@@ -529,7 +544,7 @@ class Node:
     def rotate(self, *, dry_run: bool = False) -> RotationReport:
         """Rotate now, without waiting."""
         if not dry_run:
-            self._give_up_left_behind()
+            self._give_up_what_nobody_completes()
         return rotate(
             self.root,
             self.table,

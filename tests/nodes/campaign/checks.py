@@ -1,8 +1,9 @@
 """What must hold after every step of a history, and at its end.
 
 Rules:
-* Lost: a save that was acknowledged stays whole on the disks that it was written to, or is on every mirror; one that
-  was acknowledged as mirrored stays on every mirror, and can be staged.
+* Lost: a save that was acknowledged stays whole on the disks that it was written to, or is on every mirror, or these
+  disks and the parts on a mirror together have all of it; one that was acknowledged as mirrored stays on every mirror,
+  and can be staged.
 * Replaced: no object, and no committed file, ever changes; lists of attempts only grow.
 * Mixed: every file of a save has the same bytes wherever it is, and they hold the numbers of that save and no other.
 """
@@ -70,8 +71,9 @@ class Watch:
         if not truth.acknowledged or not lacking:
             return
         if all(self._world.disk[node] == number for node, number in truth.disks.items()):
-            whole = together(disks[node] for node in truth.disks).whole()
-            if truth.save_id not in whole:
+            here = together(disks[node] for node in truth.disks)
+            both = [Seen([*here.shares, *self._mirrored[url].parts]) for url in lacking]
+            if not all(truth.save_id in seen.whole() for seen in both):
                 where = ", ".join(truth.disks)
                 raise Lost(
                     f"step {truth.step} of job {truth.job} was acknowledged, is not whole on {where}, nor on {lacking}"

@@ -40,10 +40,12 @@ class Seen:
     """One place, or the disks of several nodes as one.
 
     Attributes:
+        parts: What parts on a mirror name.
         loose: Names of what a save consists of, whether or not a meta names it.
     """
 
     shares: list[Share] = field(default_factory=list)
+    parts: list[Share] = field(default_factory=list)
     attempts: AttemptList | None = None
     loose: set[str] = field(default_factory=set)
 
@@ -109,8 +111,7 @@ def look_at_mirror(world: World, url: str, objects: dict[str, Object]) -> Seen:
         share = _share(world, url, meta, found)
         if len(share.kinds) != len(meta.kinds):
             raise Broken(f"{name} on {url} names files that are not there (I6)")
-        if parsed.role == "meta":
-            seen.shares.append(share)
+        (seen.shares if parsed.role == "meta" else seen.parts).append(share)
     listed = objects.get(names.WRITER_NAME)
     seen.attempts = attempts_from_bytes(listed[1]) if listed is not None else None
     return seen
