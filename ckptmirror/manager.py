@@ -33,7 +33,7 @@ from ckptmirror.arguments import (
 from ckptmirror.core import events, signing
 from ckptmirror.core.command_changes import checked_wins
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
-from ckptmirror.core.load_options import LoadOptions
+from ckptmirror.core.load_options import LoadOptions, checked_parts
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.name_rules import Rename, name_rules, parts_alone
 from ckptmirror.core.per_rank import check_patterns
@@ -50,7 +50,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.start.resume_policy import Policy
 from ckptmirror.flow.status import Status, is_mirrored, read_status
-from ckptmirror.formats.train_state import check_is_state, check_state, checked_parts
+from ckptmirror.formats.train_state import check_is_state, check_state
 from ckptmirror.local.directories import absolute_dir
 from ckptmirror.local.keys import use_keys
 from ckptmirror.local.lock import RankLock

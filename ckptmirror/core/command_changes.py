@@ -27,6 +27,7 @@ __all__ = [
     "in_force",
     "new_rate",
     "refuse_other_classes",
+    "refuse_other_order",
 ]
 
 Settings = Mapping[str, Any]
@@ -98,6 +99,35 @@ def refuse_other_classes(saved: Any, command: Settings, exclude: Container[str])
             differs = any(was[at] != now[at] for at in was.keys() & now.keys())
         if differs:
             raise _other_class(part, was, now, saved, command)
+
+
+def refuse_other_order(
+    plans: Sequence[Sequence[tuple[int, Any]]], saved: Mapping[str, Any], *, is_scheduled: bool, some_elsewhere: bool
+) -> None:
+    """Refuse groups in another order than they were saved in, where a scheduler will be loaded.
+
+    Groups may be missing where other ranks hold some of the parameters.
+
+    Raises:
+        UsageError: The order differs; the message lists both orders.
+    """
+    order = [index for plan in plans for index, _ in plan]
+    in_order = sorted(order) if some_elsewhere else list(range(len(order)))
+    if order == in_order or not is_scheduled:
+        return
+    groups = [_title(group, index) for index, group in enumerate(saved["param_groups"])]
+    raise UsageError(
+        "The optimizer's parameter groups are not in the order in which they were saved, and a scheduler goes by the "
+        f"order. Saved: {'; '.join(groups)}. Here: {'; '.join(groups[index] for index in order)}.",
+        hint='Build them in the saved order, or load without the scheduler: exclude=("scheduler",).',
+    )
+
+
+def _title(group: Mapping[str, Any], index: int) -> str:
+    name = group.get("name")
+    params = [str(param) for param in group.get("params", ())]
+    held = params[0] + (f" and {len(params) - 1} more" if len(params) > 1 else "") if params else "empty"
+    return f"{index}: {name} ({held})" if isinstance(name, str) else f"{index}: {held}"
 
 
 def _other_class(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from ckptmirror.core.errors import UsageError
 from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 
-__all__ = ["LoadOptions"]
+__all__ = ["PARTS", "LoadOptions", "checked_parts"]
+
+PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
+"""The parts of a state."""
 
 
 @dataclass(frozen=True)
@@ -26,3 +31,19 @@ class LoadOptions:
     allow_cold_optimizer: bool = True
     verify_loaded: bool = True
     rules: NameRules = ALL_NAMES
+
+
+def checked_parts(exclude: Collection[str]) -> frozenset[str]:
+    """Return the parts of a state that a load should leave unchanged.
+
+    Raises:
+        UsageError: One is not among :data:`PARTS`.
+    """
+    unknown = [exclude] if isinstance(exclude, str) else [part for part in exclude if part not in PARTS]
+    if unknown:
+        raise UsageError(
+            f"exclude holds {', '.join(map(repr, unknown))}; it must be a tuple of names among "
+            f"{', '.join(map(repr, PARTS))}.",
+            hint='Write exclude=("optimizer", "model.head.*"), for example: patterns of tensors begin with "model.".',
+        )
+    return frozenset(exclude)

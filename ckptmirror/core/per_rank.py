@@ -6,24 +6,31 @@ The other ranks keep theirs, and what their optimizers hold for it, in their ``e
 Rules:
 * Patterns match names of parameters and buffers as a shell matches file names: ``experts.*``.
 * The save says which names these are. A load goes by it, whatever the state declares.
-* They belong to a rank, so another number of ranks cannot load them.
-* Nothing here looks into a value.
+* They belong to a rank, so another number of ranks cannot load them, unless the state has a function that merges them:
+  it gets the values of all ranks of the save under one name, this rank and the number of ranks, and returns the rank's
+  value. All is merged, and its shape compared, before anything changes.
+* Nothing here looks into a value, but at its shape.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import SimpleNamespace
 from typing import Any
 
-from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, UsageError
 
 __all__ = [
     "KEY",
+    "Merge",
     "Own",
+    "PerRank",
+    "ValueTools",
     "check_patterns",
+    "check_per_rank",
     "matching",
     "names_in",
     "only",
@@ -31,6 +38,7 @@ __all__ = [
     "recorded",
     "told",
     "with_own",
+    "with_record",
     "without",
 ]
 
@@ -38,9 +46,26 @@ KEY = "per_rank"
 _NAMED = 4
 
 Optimizer = Mapping[str, Any] | None
+Merge = Callable[[list[Any], int, int], Any]
+"""Of the values of all ranks of a save, this rank and the number of ranks: what this rank gets."""
+PerRank = Sequence[str] | Mapping[str, Merge | None]
+"""Patterns; or patterns with what merges the values if the number of ranks has changed (None: nothing does)."""
 
 
 @dataclass(frozen=True, slots=True)
+class ValueTools:
+    """What a merge asks of values.
+
+    Attributes:
+        read: Returns a value of the kind, which may not be read yet.
+        same: Whether two values are equal.
+    """
+
+    read: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+
+
+@dataclass(frozen=True)
 class Own:
     """What a rank's file says of the values that each rank has of its own.
 
@@ -62,6 +87,19 @@ class Own:
     model: Mapping[str, Any]
     optimizer: Mapping[str, Any]
 
+    def values(self, shared: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return this rank's values of the model, by name.
+
+        Args:
+            shared: The values of the kind.
+            like: The live values of these names.
+        """
+        return self.model
+
+    def moments(self, shared: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG002
+        """Return this rank's state of the optimizer, by name; the arguments are those of :meth:`values`."""
+        return self.optimizer
+
     def refuse_other_ranks(self, rank: int, world_size: int) -> None:
         """Refuse to load it on another rank than the one that had it.
 
@@ -73,8 +111,9 @@ class Own:
             raise UsageError(
                 f"Each rank of the save had values of its own of {_some(self.patterns)} (per_rank), and it had "
                 f"{_ranks(self.world_size)}: {_ranks(world_size)} cannot load it.",
-                hint=f"Start with {_ranks(self.world_size)}. Or start without these values: load the rest with "
-                'exclude=("model", "optimizer"), and merge the model yourself; load_checkpoint() returns rank 0\'s.',
+                hint=f"Start with {_ranks(self.world_size)}. Or say how to merge the values of the ranks, with a "
+                f"function: per_rank={{{self.patterns[0]!r}: merge}}. Or start without these values: load the rest "
+                'with exclude=("model", "optimizer").',
             )
         if rank != self.rank:
             raise IntegrityError(
@@ -104,6 +143,99 @@ class Own:
     def state_of(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state with ``own``, this rank's, in place of what all ranks share of these names."""
         return {**_others(shared, self.names), **own} if self.is_here else dict(shared)
+
+
+@dataclass(frozen=True)
+class _Merged(Own):
+    """What a rank has of its own after the number of ranks has changed: merged from what all ranks had.
+
+    Attributes:
+        records: What each rank of the save had.
+        functions: What merges, by name.
+        tools: See there.
+    """
+
+    records: tuple[Own, ...] = ()
+    functions: Mapping[str, Merge] = field(default_factory=dict)
+    tools: ValueTools = field(default_factory=lambda: ValueTools(lambda value: value, lambda one, other: one == other))
+    _shapes: dict[str, Any] = field(default_factory=dict)  # of the saved values
+
+    def values(self, shared: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the merged values of the model, by name.
+
+        Raises:
+            UsageError: A function fails, or returns what does not fit the live value.
+        """
+        merged = {}
+        for name in sorted(self.names):
+            held = [one.model if one.is_here else shared for one in self._with(name)]
+            values = [self.tools.read(of[name]) for of in held if name in of]
+            self._shapes[name] = _shape(values[0]) if values else None
+            merged[name] = self._merge(name, name, values, _shape(like.get(name)))
+        return merged
+
+    def moments(self, shared: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the merged state of the optimizer, by name; a rank that had none of a name has None there.
+
+        A number (a count of steps) that all ranks have alike is taken as it is.
+
+        Raises:
+            UsageError: A function fails, or returns what does not fit.
+        """
+        merged: dict[str, dict[str, Any]] = {}
+        for name in sorted(self.names):
+            states = [(one.optimizer if one.is_here else shared).get(name) or {} for one in self._with(name)]
+            for key in dict.fromkeys(key for state in states for key in state):
+                values = [state.get(key) for state in states]
+                if not _shape(values[0]) and all(self.tools.same(values[0], value) for value in values[1:]):
+                    result = values[0]
+                else:
+                    shape = self._shape_of_state(name, values, like)
+                    result = self._merge(name, f"the optimizer's {key} of {name}", values, shape)
+                if result is not None or all(value is None for value in values):
+                    merged.setdefault(name, {})[key] = result
+        return merged
+
+    def _with(self, name: str) -> list[Own]:
+        return [one for one in self.records if name in one.names]
+
+    def _shape_of_state(self, name: str, values: Sequence[Any], like: Mapping[str, Any]) -> Any:
+        """Return the shape that merged state has to have; None if any will do."""
+        before, here = self._shapes.get(name), _shape(like.get(name))
+        shape = next((_shape(value) for value in values if value is not None), None)
+        if before is None or shape is None:
+            return None
+        return here if shape == before else shape if here == before else None
+
+    def _merge(self, name: str, what: str, values: list[Any], shape: Any) -> Any:
+        count = _ranks(len(values))
+        hint = f"Correct the function that per_rank has for {name}, or start with {_ranks(len(self.records))}."
+        try:
+            merged = self.functions[name](values, self.rank, self.world_size)
+        except CkptMirrorError:
+            raise
+        except Exception as error:  # the user's own code may raise anything; the answer is the same
+            why = f"{type(error).__name__}: {error}"
+            raise UsageError(f"{what} of {count} cannot be merged (per_rank): {why}", hint=hint) from error
+        is_left_out = merged is None and None in values
+        if shape is not None and not is_left_out and _shape(merged) != shape:
+            got = f"a {type(merged).__name__}" if _shape(merged) is None else f"the shape {_shape(merged)}"
+            raise UsageError(f"{what} of {count} was merged (per_rank) to {got}, not to the shape {shape}.", hint=hint)
+        return merged
+
+
+def check_per_rank(given: Any) -> None:
+    """Check what a state declares.
+
+    Raises:
+        UsageError: It is not patterns, or has something else than functions for them.
+    """
+    hint = 'Pass a tuple of patterns: per_rank=("experts.*",), or what merges them: per_rank={"experts.*": merge}.'
+    if not isinstance(given, list | tuple | Mapping) or not all(isinstance(one, str) for one in given):
+        raise UsageError(f"TrainState.per_rank is {given!r}, not a tuple of patterns.", hint=hint)
+    for pattern, merge in given.items() if isinstance(given, Mapping) else ():
+        if merge is not None and not callable(merge):
+            raise UsageError(f"TrainState.per_rank[{pattern!r}] is {merge!r}, not a function.", hint=hint)
 
 
 def matching(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
@@ -146,6 +278,22 @@ def recorded(snapshot: Any, rank: int, world_size: int, *, is_here: bool) -> dic
     return {**extra, KEY: {**extra[KEY], **more}}
 
 
+def with_record(tree: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return the extra state in a file that has all that a rank held, with the rank's own values in the record.
+
+    Args:
+        tree: Its model, its optimizer and its extra state, which has a record without values.
+        rank: The rank.
+
+    Raises:
+        IntegrityError: It is not what a save writes there.
+    """
+    try:
+        return recorded(SimpleNamespace(**tree), rank, tree["extra"][KEY]["world_size"], is_here=True)
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise IntegrityError("A file has a broken record of the values of each rank.") from error
+
+
 def names_in(extra: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the values that a rank which saves has of its own."""
     return frozenset(extra[KEY]["names"]) if KEY in extra else frozenset()
@@ -173,22 +321,40 @@ def only(parts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": state}}
 
 
-def own_for(target: Any, extra: Any) -> Own | None:
-    """Return what a rank's file says of its own values; None if there are none, or if the target wants none.
+def own_for(target: Any, extra: Any, of: Callable[[int], Any], tools: ValueTools) -> Own | None:
+    """Return what a rank has of its own; None if that is nothing, or if the target wants none of it.
 
     Args:
         target: Who loads, and what.
         extra: The contents of its file, or of another rank's if it has none.
+        of: Returns the contents of any rank's file, to merge them.
+        tools: See there.
 
     Raises:
-        UsageError: Another number of ranks saved them.
+        UsageError: Another number of ranks saved them, and the state does not have functions that merge them all.
         IntegrityError: It is not what a save writes there, or is another rank's.
     """
     wants_optimizer = target.state.optimizer is not None and "optimizer" not in target.exclude
     if (own := _own_in(extra)) is None or not (wants_optimizer or "model" not in target.exclude):
         return None
-    own.refuse_other_ranks(target.rank, target.world_size)
-    return own
+    declared = target.state.per_rank
+    if own.world_size == target.world_size or not isinstance(declared, Mapping):
+        own.refuse_other_ranks(target.rank, target.world_size)
+        return own
+    records = [_own_in(of(rank)) for rank in range(own.world_size)]
+    known = tuple(one for rank, one in enumerate(records) if one is not None and one.rank == rank)
+    if len(known) != own.world_size or any(one.world_size != own.world_size for one in known):
+        raise IntegrityError("The files of the ranks do not have what each rank had of its own (per_rank).")
+    names = frozenset(name for one in known for name in one.names) - target.elsewhere
+    functions = {name: merge for name in names if (merge := _function(declared, name)) is not None}
+    if lacking := sorted(names - functions.keys()):
+        replace(own, patterns=tuple(lacking)).refuse_other_ranks(target.rank, target.world_size)
+    return _Merged(own.patterns, names, target.rank, target.world_size, True, {}, {}, known, functions, tools)
+
+
+def _function(declared: Mapping[str, Merge | None], name: str) -> Merge | None:
+    """Return what merges the values of a name: what the first pattern has that matches it."""
+    return next((merge for pattern, merge in declared.items() if fnmatchcase(name, pattern)), None)
 
 
 def _own_in(extra: Any) -> Own | None:
@@ -211,6 +377,11 @@ def told(names: Collection[str]) -> str:
     """Return a text that tells whether two ranks have the same names."""
     digest = hashlib.sha256("\n".join(sorted(names)).encode()).hexdigest()[:8]
     return f"{_some(sorted(names))} ({digest})" if names else "nothing"
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    shape = getattr(value, "shape", None)
+    return tuple(shape) if shape is not None else None
 
 
 def _others(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

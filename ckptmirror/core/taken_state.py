@@ -12,7 +12,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["not_taken"]
+from ckptmirror.core.errors import UsageError
+
+__all__ = ["gives_no_state", "not_taken"]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _SMALL = 4096  # values of an array; fingerprints compare the large ones
@@ -47,6 +49,15 @@ def not_taken(given: Any, returned: Any, at: str, depth: int = _DEPTH) -> Iterat
         one, other = _as_plain(given), _as_plain(returned)
         if one is not _UNKNOWN and other is not _UNKNOWN and not _equal(one, other, given, returned):
             yield at, one, other
+
+
+def gives_no_state(where: str, one: object, error: Exception) -> UsageError:
+    """Return the error for an object whose ``state_dict()`` failed; ``where`` is its place in the state."""
+    return UsageError(
+        f"{where} ({type(one).__qualname__}) gives no state: its state_dict() raised {type(error).__name__}: {error}",
+        hint="Correct it, or take the object out of the TrainState. A save asks for the state, and so does a load, "
+        "before and after it.",
+    )
 
 
 _UNKNOWN = object()

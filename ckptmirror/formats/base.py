@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,6 +107,8 @@ class LoadTarget:
         allow_cold_optimizer: Whether only one of the save and the state may have an optimizer.
         rules: Which of the model's names are loaded, and under which names.
         left: Lines about names that are not loaded.
+        before_change: Called once all of model and optimizer is compared, before anything changes; it may raise.
+        merged: What ``formats.merging`` has merged, by its place in the files.
     """
 
     state: Any
@@ -117,6 +119,8 @@ class LoadTarget:
     allow_cold_optimizer: bool = True
     rules: NameRules = ALL_NAMES
     left: Missing = field(default_factory=lambda: Missing())
+    before_change: Callable[[], None] = lambda: None
+    merged: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

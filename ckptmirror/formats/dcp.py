@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -114,7 +115,7 @@ class DcpFormat:
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         """Load model and optimizer of ``meta``; see :class:`Format`."""
         directory = root / SaveName(meta.step, meta.tag).dcp_dir
-        return load_directory(directory, target, meta.paths, lambda: extra_tree(root, meta, target))
+        return load_directory(directory, target, meta.paths, partial(extra_tree, root, meta, target))
 
 
 FORMAT = DcpFormat()

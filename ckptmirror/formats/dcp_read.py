@@ -31,7 +31,7 @@ from ckptmirror.core.regions import Region
 from ckptmirror.formats.base import LoadReport, LoadTarget
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges, loads_metadata, regions_of
 from ckptmirror.formats.load_model import plan_model
-from ckptmirror.formats.load_parts import load_parts
+from ckptmirror.formats.load_parts import OwnValues, load_parts
 from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
@@ -155,7 +155,7 @@ class _Reader:
             return self._open[name]
 
 
-def load_directory(directory: Path, target: LoadTarget, named: Container[str], extra: Callable[[], Any]) -> LoadReport:
+def load_directory(directory: Path, target: LoadTarget, named: Container[str], extra: Callable[..., Any]) -> LoadReport:
     """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = _open(directory, named, all_here=False)
@@ -383,14 +383,15 @@ def _owners(
 
 
 def _read_model(
-    target: LoadTarget, entries: list[_Entry], reader: _Reader, values: Mapping[str, Any]
+    target: LoadTarget, entries: list[_Entry], reader: _Reader, own: OwnValues
 ) -> Callable[[], dict[str, torch.dtype]]:
     saved = _of_model(entries)
     if not saved and live_values(target.state.model):
         raise UsageError(f"{reader.path} holds no model.")
     text = [entry for entry in entries if entry.key == KEY and not isinstance(entry.described, TensorStorageMetadata)]
     versions = _versions(reader.value(text, 1), reader.path) if text else None
-    stored = {**{name: reader.stored(own) for name, own in saved.items()}, **values}
+    stored = {name: reader.stored(entries) for name, entries in saved.items()}
+    stored |= own(stored)
     load = plan_model(target.state.model, stored, versions=versions, rules=target.rules, say=target.left.say)
 
     def load_and_close() -> dict[str, torch.dtype]:

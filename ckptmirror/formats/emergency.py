@@ -15,8 +15,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ import torch
 from ckptmirror.core.containers import TreePath, placed_leaves
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
-from ckptmirror.core.per_rank import own_for, recorded
+from ckptmirror.core.per_rank import KEY, own_for, recorded, with_record
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
 from ckptmirror.formats.load_model import plan_model
-from ckptmirror.formats.load_parts import load_parts
+from ckptmirror.formats.load_parts import OWN_VALUES, OwnValues, load_parts
+from ckptmirror.formats.merging import merged
 from ckptmirror.formats.model import full_optimizer
 from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.rank_files import RankFiles, rank_files
@@ -43,7 +45,15 @@ from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import Versions, versions_in
 from ckptmirror.local.directories import make_dirs
 
-__all__ = ["FORMAT", "EmergencyFormat", "emergency_extra", "names_of_rank", "snapshot_files_read", "write_emergency"]
+__all__ = [
+    "FORMAT",
+    "EmergencyFormat",
+    "emergency_extra",
+    "emergency_merge_extra",
+    "names_of_rank",
+    "snapshot_files_read",
+    "write_emergency",
+]
 
 
 def write_emergency(
@@ -134,7 +144,8 @@ class EmergencyFormat:
         source, directory = _source(root, meta, target)
         saved = _snapshot(source, directory)
         module = target.state.model
-        own_for(target, saved["extra"])  # refused before the ranks are compared
+        extra = partial(_extra_of_rank, source, directory)
+        own = own_for(target, extra(), extra, OWN_VALUES)  # refused before the ranks are compared
         sharded = saved.get("sharded") is True
         if not sharded:
             shared = source.of(0)
@@ -143,14 +154,14 @@ class EmergencyFormat:
         else:
             for rank in source.ranks:
                 _snapshot(source.of(rank), directory)
-            _refuse_values_of_a_rank(source, module)
+            _refuse_values_of_a_rank(source, module, own.names if own is not None else frozenset())
             shared = _joined(source)
         tree = _snapshot(shared, directory)
 
-        def model(own: Mapping[str, Any]) -> Callable[[], Mapping[str, torch.dtype]]:
+        def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
             return plan_model(
                 module,
-                {**tree["model"], **own},
+                {**tree["model"], **own(tree["model"])},
                 lambda name: shared.others(("model", name)),
                 versions=_versions(source, directory),
                 elsewhere=target.elsewhere,
@@ -163,7 +174,7 @@ class EmergencyFormat:
             target,
             model=model,
             optimizer=(lambda: full_optimizer(shared.below("optimizer"), target)) if has_optimizer else None,
-            extra=lambda: saved["extra"],
+            extra=extra,
         )
         rest = load_extra(source.below("extra"), target, meta.step)
         return parts + rest
@@ -213,6 +224,18 @@ def _region(value: Any) -> Region | None:
     return value.region if isinstance(value, Piece) else region_of(value) if isinstance(value, torch.Tensor) else None
 
 
+def emergency_merge_extra(root: Path, meta: Meta, target: LoadTarget) -> None:
+    """Merge what is merged of the extra state, as ``sidecars.merge_extra`` does."""
+    merged(_source(root, meta, target)[0].below("extra"), target)
+
+
+def _extra_of_rank(source: RankFiles, directory: Path, rank: int | None = None) -> dict[str, Any]:
+    """Return the extra state of the first file, or of a rank, then with all values that the rank has of its own."""
+    tree = _snapshot(source if rank is None else source.of(rank), directory)
+    is_apart = rank is not None and tree.get("sharded") is True and KEY in tree["extra"]
+    return with_record(tree, rank) if is_apart and rank is not None else tree["extra"]
+
+
 def _source(root: Path, meta: Meta, target: LoadTarget) -> tuple[RankFiles, Path]:
     names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
     if len(names) != 1:
@@ -224,15 +247,17 @@ def _source(root: Path, meta: Meta, target: LoadTarget) -> tuple[RankFiles, Path
     return source, directory
 
 
-def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module) -> None:
-    """Refuse the pieces of another number of ranks if joining them would lose what a rank held.
+def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module, merged: Collection[str]) -> None:
+    """Refuse the pieces of another number of ranks if joining them would lose what a rank held and nothing merges.
 
     Raises:
         KindMismatch: Ranks hold other names, or different values under one name and at one place.
     """
     parameters = {name for name, _ in live_parameters(module)}
     for part in ("model", "optimizer"):
-        held = [dict(placed_leaves(source.tree(rank).get(part))) for rank in source.ranks]
+        at = 0 if part == "model" else 1
+        trees = (placed_leaves(source.tree(rank).get(part)) for rank in source.ranks)
+        held = [{path: v for path, v in tree if path[at : at + 1] == () or path[at] not in merged} for tree in trees]
         stages = [source.tree(rank).get("stage") for rank in source.ranks]
         first: dict[Any, dict[TreePath, Any]] = {}
         for rank, stage, own in zip(source.ranks, stages, held, strict=True):

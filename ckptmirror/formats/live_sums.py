@@ -60,7 +60,8 @@ def live_sums(state: TrainState, loaded: Collection[str]) -> list[Summed]:
         parts["optimizer"] = capture_optimizer(state.model, state.optimizer)
     if "ema" in loaded:
         parts["ema"] = encode(state_of(state.ema, "ema"), "ema")
-    extra = {key: state_of(value, key) for key, value in (state.extra or {}).items()} if "extra" in loaded else {}
+    asked = state.extra or {} if "extra" in loaded else {}
+    extra = {key: state_of(value, f"extra.{key}") for key, value in asked.items()}
     elsewhere = {_memory(tensor) for _, tensor in walk_tensors(extra)} - {0}
     tensors = [(name, one) for name, one in walk_tensors(parts) if not name.startswith(_GROUPS)]
     found = fingerprints_of((name, one) for name, one in tensors if _memory(one) not in elsewhere)

@@ -11,42 +11,48 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ckptmirror.core.command_changes import Command, refuse_other_classes
+from ckptmirror.core.command_changes import Command, refuse_other_classes, refuse_other_order
 from ckptmirror.core.containers import any_leaf, changed, takes_state
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.name_rules import ALL_NAMES
-from ckptmirror.core.per_rank import matching, own_for
+from ckptmirror.core.per_rank import ValueTools, matching, own_for
+from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.command import KEY as COMMAND
 from ckptmirror.formats.command import command_of
 from ckptmirror.formats.names import live_values, match_names, some
 from ckptmirror.formats.optimizer_state import is_state, load_optimizer, optimizers_of, plan_optimizer
 from ckptmirror.formats.rank_files import Copies
+from ckptmirror.formats.shards import stored
 
-__all__ = ["load_parts"]
+__all__ = ["OWN_VALUES", "OwnValues", "load_parts"]
+
+OwnValues = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+OWN_VALUES = ValueTools(lambda value: stored(value).read(), same)
 
 
 def load_parts(
     target: LoadTarget,
     *,
-    model: Callable[[Mapping[str, Any]], Callable[[], Mapping[str, torch.dtype]]],
+    model: Callable[[OwnValues], Callable[[], Mapping[str, torch.dtype]]],
     optimizer: Callable[[], Mapping[str, Any] | str] | None,
-    extra: Callable[[], Any],
+    extra: Callable[..., Any],
 ) -> LoadReport:
     """Load what the target wants of model and optimizer, and report what the save lacks.
 
     Args:
         target: What to fill.
-        model: Compares the model, given the rank's own values; returns a function that loads it and returns the dtype
-            of each tensor in the save.
+        model: Compares the model, given what returns the rank's own values for those of the kind; returns a function
+            that loads it and returns the dtype of each tensor in the save.
         optimizer: Returns the saved optimizer, sharded like the live one, or why none is loaded; None if the save has
             none.
-        extra: Returns the extra state that is loaded after these, as this rank's file has it; None if there is none.
+        extra: Returns the extra state that is loaded after these, as this rank's file has it, or that of a rank that
+            is passed; None if there is none.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
@@ -61,12 +67,14 @@ def load_parts(
     order: list[int] | None = None
     groups: tuple[Mapping[str, Any], ...] = ()
     beside = extra()
-    own = own_for(target, beside)
+    own = own_for(target, beside, extra, OWN_VALUES)
+    live = live_values(state.model)
+    like = {name: live.get(at) for name, at in match_names(own.names if own is not None else (), live).items()}
+    here = set(match_names(like, live).values())
     if "model" not in target.exclude:
-        fill = model(own.model if own is not None else {})
-    here = set(match_names(own.names, live_values(state.model)).values()) if own is not None else set()
+        fill = model(lambda shared: own.values(shared, like) if own is not None else {})
     if own is not None:
-        own.refuse_other_names(live_values(state.model), here)
+        own.refuse_other_names(live, here)
     command = beside.get(COMMAND) if isinstance(beside, Mapping) else None
     refuse_other_classes(command, command_of(state, as_built=True), target.exclude)
     if "optimizer" not in target.exclude and state.optimizer is not None:
@@ -79,16 +87,18 @@ def load_parts(
         else:
             if own is not None and own.is_here:
                 copies = Copies()
-                held = changed(own.optimizer, lambda value, _: copies.copy(value))
+                moments = own.moments(saved.get("state") or {}, like)
+                held = changed(moments, lambda value, _: copies.copy(value))
                 saved = {**saved, "state": own.state_of(saved.get("state") or {}, held)}
             saved = target.rules.optimizer(saved) if target.rules != ALL_NAMES and is_state(saved) else saved
             plans = plan_optimizer(state.model, state.optimizer, saved, target.elsewhere, target.rules)
             is_scheduled = _takes_schedule(target, beside)
-            _refuse_other_order(plans, saved, is_scheduled=is_scheduled, some_elsewhere=bool(target.elsewhere))
+            refuse_other_order(plans, saved, is_scheduled=is_scheduled, some_elsewhere=bool(target.elsewhere))
     elif "optimizer" not in target.exclude and optimizer is not None:
         if not target.allow_cold_optimizer:
             raise _cold("The save has the state of an optimizer, and this command has none: it would be lost.")
         missing.unused("optimizer")
+    target.before_change()
     if fill is not None:
         dtypes = fill()
         loaded.append("model")
@@ -122,32 +132,3 @@ def _takes_schedule(target: LoadTarget, extra: Any) -> bool:
     if "extra" not in exclude and "extra" in extra and any_leaf(state.extra, follows):
         return True
     return "scheduler" not in exclude and state.scheduler is not None and "scheduler" in extra
-
-
-def _refuse_other_order(
-    plans: Sequence[Sequence[tuple[int, Any]]], saved: Mapping[str, Any], *, is_scheduled: bool, some_elsewhere: bool
-) -> None:
-    """Refuse groups in another order than they were saved in, where a scheduler will be loaded.
-
-    Groups may be missing where other ranks hold some of the parameters.
-
-    Raises:
-        UsageError: The order differs; the message lists both orders.
-    """
-    order = [index for plan in plans for index, _ in plan]
-    in_order = sorted(order) if some_elsewhere else list(range(len(order)))
-    if order == in_order or not is_scheduled:
-        return
-    groups = [_title(group, index) for index, group in enumerate(saved["param_groups"])]
-    raise UsageError(
-        "The optimizer's parameter groups are not in the order in which they were saved, and a scheduler goes by the "
-        f"order. Saved: {'; '.join(groups)}. Here: {'; '.join(groups[index] for index in order)}.",
-        hint='Build them in the saved order, or load without the scheduler: exclude=("scheduler",).',
-    )
-
-
-def _title(group: Mapping[str, Any], index: int) -> str:
-    name = group.get("name")
-    params = [str(param) for param in group.get("params", ())]
-    held = params[0] + (f" and {len(params) - 1} more" if len(params) > 1 else "") if params else "empty"
-    return f"{index}: {name} ({held})" if isinstance(name, str) else f"{index}: {held}"

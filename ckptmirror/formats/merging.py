@@ -42,11 +42,11 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
         UsageError: An object or a function does not merge what the save has.
         IntegrityError: A file is broken, or has not what the others have.
     """
-    values: dict[TreePath, Any] = {}
+    values = target.merged
     tree = source.tree()
 
     def merge(by: Callable[..., Any], path: TreePath, where: str) -> None:
-        if item_at(tree, path, _ABSENT) is not _ABSENT:
+        if path not in values and item_at(tree, path, _ABSENT) is not _ABSENT:
             values[path] = _merge(by, _RankValues(source, path), target, where)
 
     for name in ("dataloader", "extra"):

@@ -13,6 +13,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ckptmirror.core.names import SaveName, parse_name, tmp_name
 from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.load_model import plan_model
-from ckptmirror.formats.load_parts import load_parts
+from ckptmirror.formats.load_parts import OwnValues, load_parts
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import RankFiles, named_file, rank_files
@@ -79,14 +80,15 @@ class ModelFormat:
         """Load model and optimizer of ``meta``; see :class:`Format`."""
         name = SaveName(meta.step, meta.tag)
         module = target.state.model
-        files = rank_files(root, meta, name.optim, target.rank)
+        reader = target.rank if target.world_size == meta.world_size else 0  # whose file has all names
+        files = rank_files(root, meta, name.optim, reader)
 
-        def model(own: Mapping[str, Any]) -> Callable[[], Mapping[str, torch.dtype]]:
+        def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
             saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
-            values = {key: decode(value) for key, value in saved.items()} | dict(own)
+            values = {key: decode(value) for key, value in saved.items()}
             return plan_model(
                 module,
-                values,
+                {**values, **own(values)},
                 versions=versions,
                 elsewhere=target.elsewhere,
                 rules=target.rules,
@@ -97,7 +99,7 @@ class ModelFormat:
             target,
             model=model,
             optimizer=(lambda: full_optimizer(files, target)) if files is not None else None,
-            extra=lambda: extra_tree(root, meta, target),
+            extra=partial(extra_tree, root, meta, target),
         )
 
 

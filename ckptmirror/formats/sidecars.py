@@ -50,6 +50,7 @@ __all__ = [
     "extra_tree",
     "load_extra",
     "load_sidecars",
+    "merge_extra",
     "ranks_read",
     "tensor_list",
     "write_sidecars",
@@ -182,10 +183,16 @@ def _may_need_others(tree: Any) -> bool:
     return not isinstance(tree, dict) or bool(tree.get(ALIASES)) or any_leaf(tree, lambda leaf: isinstance(leaf, Piece))
 
 
-def extra_tree(root: Path, meta: Meta, target: LoadTarget) -> Any:
-    """Return what :func:`load_sidecars` will load from first; None if the save has no extra state."""
+def extra_tree(root: Path, meta: Meta, target: LoadTarget, rank: int | None = None) -> Any:
+    """Return what :func:`load_sidecars` loads from first, or that of a rank; None if the save has no extra state."""
     source = _extra_files(root, meta, target)
-    return source.tree() if source is not None else None
+    return source.tree(rank) if source is not None else None
+
+
+def merge_extra(root: Path, meta: Meta, target: LoadTarget) -> None:
+    """Merge what :func:`load_sidecars` will load, where that is merged; it may raise what that would."""
+    if (source := _extra_files(root, meta, target)) is not None:
+        merged(source, target)
 
 
 def _extra_files(root: Path, meta: Meta, target: LoadTarget) -> RankFiles | None:

@@ -28,7 +28,8 @@ from ckptmirror.core.containers import (
     rebuilt,
     takes_state,
 )
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.errors import CkptMirrorError, UsageError
+from ckptmirror.core.taken_state import gives_no_state
 from ckptmirror.formats.live_only import saved_as
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
@@ -49,7 +50,7 @@ def state_of(part: Any, where: str, *, versions: list[list[Any]] | None = None, 
         path: The place of ``part``: keys and positions from the top.
 
     Raises:
-        UsageError: An object has a state but no way to load it.
+        UsageError: An object has a state but no way to load it, or its ``state_dict()`` fails.
     """
 
     def state_at(leaf: Any, below: TreePath) -> Any:
@@ -68,7 +69,12 @@ def state_of(part: Any, where: str, *, versions: list[list[Any]] | None = None, 
                     "load_state_dict().",
                     hint="Give it load_state_dict(), or save what its state_dict() returns.",
                 )
-            return leaf.state_dict()
+            try:
+                return leaf.state_dict()
+            except (CkptMirrorError, MemoryError, RecursionError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # the user's own code may raise anything; the answer is the same
+                raise gives_no_state(place(part, below, where), leaf, error) from error
         return saved_as(leaf) or leaf
 
     return changed(part, state_at)

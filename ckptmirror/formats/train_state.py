@@ -14,10 +14,11 @@ from typing import Any
 
 from ckptmirror.core.containers import has, place, placed_leaves
 from ckptmirror.core.errors import UsageError
+from ckptmirror.core.load_options import PARTS
+from ckptmirror.core.per_rank import PerRank, check_per_rank
 
-__all__ = ["PARTS", "SETTINGS", "TrainState", "check_is_state", "check_state", "checked_parts", "left_out"]
+__all__ = ["PARTS", "SETTINGS", "TrainState", "check_is_state", "check_state", "left_out"]
 
-PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
 SETTINGS = ("training_config", "merge_extra", "per_rank")  # what else a state has, which no load fills
 
 
@@ -41,7 +42,8 @@ class TrainState:
             the values of all ranks of the save, this rank and the number of ranks. Other values are taken as they are,
             by a new rank from rank 0. An object with ``merge_state_dicts``, which has the same arguments, needs none.
         per_rank: Patterns (``"experts.*"``) of names of parameters and buffers of which each rank has values of its
-            own. They and their optimizer state are saved and restored for each rank, on the same number of ranks.
+            own. They and their optimizer state are saved and restored for each rank. In a dict, each pattern has a
+            function like those of ``merge_extra``, for another number of ranks, or None: that is refused.
 
     Raises:
         UsageError: A part is not of these kinds, such as the model's ``state_dict()`` in place of the model.
@@ -56,7 +58,7 @@ class TrainState:
     extra: dict[str, Any] | None = None
     training_config: dict[str, Any] | None = None
     merge_extra: Mapping[str, Callable[[Sequence[Any], int, int], Any]] | None = None
-    per_rank: Sequence[str] = ()
+    per_rank: PerRank = ()
 
     def __post_init__(self) -> None:
         check_state(self)
@@ -102,9 +104,7 @@ def check_state(state: TrainState) -> None:
         value = getattr(state, part)
         if not isinstance(value, Mapping | None):
             raise UsageError(f"TrainState.{part} is {_kind(value)}, not a dict.", hint=f'Pass {part}={{"name": ...}}.')
-    if not isinstance(state.per_rank, list | tuple) or not all(isinstance(one, str) for one in state.per_rank):
-        hint = 'Pass a tuple of patterns: per_rank=("experts.*",).'
-        raise UsageError(f"TrainState.per_rank is {state.per_rank!r}, not a tuple of patterns.", hint=hint)
+    check_per_rank(state.per_rank)
     for key, function in (state.merge_extra or {}).items():
         if key not in (state.extra or {}):
             raise UsageError(f"merge_extra has a function for {key!r}, and extra has no {key!r}.")
@@ -114,22 +114,6 @@ def check_state(state: TrainState) -> None:
 
 def _kind(value: Any) -> str:
     return f"the class {value.__qualname__}" if isinstance(value, type) else f"of type {type(value).__qualname__}"
-
-
-def checked_parts(exclude: Collection[str]) -> frozenset[str]:
-    """Return the parts of a state that a load should leave unchanged.
-
-    Raises:
-        UsageError: One is not among :data:`PARTS`.
-    """
-    unknown = [exclude] if isinstance(exclude, str) else [part for part in exclude if part not in PARTS]
-    if unknown:
-        raise UsageError(
-            f"exclude holds {', '.join(map(repr, unknown))}; it must be a tuple of names among "
-            f"{', '.join(map(repr, PARTS))}.",
-            hint='Write exclude=("optimizer", "model.head.*"), for example: patterns of tensors begin with "model.".',
-        )
-    return frozenset(exclude)
 
 
 def left_out(state: TrainState, exclude: Collection[str]) -> tuple[str, ...]:

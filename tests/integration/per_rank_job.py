@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Kind
+from ckptmirror.core.per_rank import PerRank
 from ckptmirror.formats import load_parts
 from tests.integration.equal_ranks_job import saved
 
@@ -39,7 +40,7 @@ class Mixture(nn.Module):
         return out
 
 
-def new_state(rank: int, own: tuple[str, ...] = OWN) -> TrainState:
+def new_state(rank: int, own: PerRank = OWN) -> TrainState:
     """What the command builds: what is shared is equal on all ranks, experts are not."""
     torch.manual_seed(0)
     model = Mixture()
@@ -96,6 +97,7 @@ def everything_that_happens(rank: int, base: str, kinds: tuple[Kind, ...]) -> di
     root = Path(base) / "root"
     manager = CheckpointManager(root, kinds=kinds, timeout_s=WAIT_S)
     state = new_state(rank)
+    state.extra = {"tokens": 7 + rank}
     manager.resume(state)
     for number in (1, 2):
         step(state, rank, number)
@@ -202,6 +204,47 @@ def sharded(rank: int, base: str, kinds: tuple[Kind, ...]) -> dict[str, Any]:
     return found
 
 
+def mean(values: list[Any], _rank: int, _world_size: int) -> Any:
+    """The mean of those that have one; None if no rank has one."""
+    known = [value for value in values if value is not None]
+    return torch.stack([one.double() for one in known]).mean(0).to(known[0].dtype) if known else None
+
+
+def of_one(values: list[Any], rank: int, _world_size: int) -> Any:
+    return values[rank % len(values)]
+
+
+MERGED = {"experts.0.*": mean, "experts.*": of_one, "norm.running_*": mean, "norm.num_batches_tracked": of_one}
+
+
+def fails(values: list[Any], rank: int, world_size: int) -> Any:
+    if rank == world_size - 1:
+        raise ValueError("nobody knows how")
+    return values[0]
+
+
+def widens(values: list[Any], rank: int, world_size: int) -> Any:
+    return torch.cat(values) if rank == world_size - 1 and values[0].dim() else values[0]
+
+
+def sharded_others(rank: int, base: str, kinds: tuple[Kind, ...]) -> dict[str, Any]:
+    """Another number of ranks, for what was saved beside shards."""
+    found: dict[str, Any] = {}
+    root = Path(base) / "sharded"
+    manager = CheckpointManager(root, kinds=kinds, timeout_s=WAIT_S)
+    state = new_sharded(rank)
+    state.per_rank = {"2.weight": mean, "*": of_one}
+    found["loaded"] = attempt(lambda: manager.load(state, 1))
+    found["at 1"] = locally(held(state))
+    again = new_sharded(rank)
+    again.per_rank = {"2.weight": mean, "1.*_*": of_one, "2.*": of_one}
+    info = manager.resume(again)
+    found["resumed"] = info and (info.step, info.kind)
+    found["at 2"] = locally(held(again))
+    manager.close()
+    return found
+
+
 def others(rank: int, base: str, kinds: tuple[Kind, ...]) -> dict[str, Any]:
     """Another number of ranks."""
     found: dict[str, Any] = {}
@@ -211,8 +254,28 @@ def others(rank: int, base: str, kinds: tuple[Kind, ...]) -> dict[str, Any]:
     manager = CheckpointManager(root, kinds=kinds, timeout_s=WAIT_S)
     found["resume"] = attempt(lambda: manager.resume(state))
     found["load"] = attempt(lambda: manager.load(state, 2))
+    state.per_rank = {**dict.fromkeys(OWN), "experts.*": of_one}
+    found["some without a function"] = attempt(lambda: manager.load(state, 2))
+    for name, merge in (("fails", fails), ("widens", widens)):
+        state.per_rank = {**MERGED, "experts.0.*": merge}
+        found[name] = attempt(lambda: manager.resume(state)), attempt(lambda: manager.load(state, 2))
+    state.per_rank, state.extra = MERGED, {"tokens": 0}
+    state.merge_extra = {"tokens": fails}
+    found["extra fails"] = attempt(lambda: manager.load(state, 2))
+    state.per_rank, state.extra, state.merge_extra = OWN, None, None
     found["before"], found["after"] = before, held(state)
+    merged = new_state(rank, MERGED)
+    found["merged"] = attempt(lambda: manager.load(merged, 2)), held(merged)
     info = manager.resume(state, exclude=("model", "optimizer"))
     found["without"] = info and info.step
+    again = new_state(rank, MERGED)
+    info = manager.resume(again)
+    found["resumed"] = info and (info.step, info.kind), held(again)
+    step(again, rank, 5)
+    found["save"] = saved(manager, 5, again)
     manager.close()
+    dist.barrier()
+    last = new_state(rank, MERGED)
+    resumed(root, rank, kinds, last)
+    found["at 5"] = held(again), held(last)
     return found

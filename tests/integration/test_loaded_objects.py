@@ -161,25 +161,70 @@ def test_an_object_that_has_reasons_is_not_warned_of(
 
 
 def test_an_object_that_gives_no_state_after_a_load_stops_no_start(tmp_path: Path) -> None:
-    class Raises(Tracker):
-        is_loaded = False
-
-        def state_dict(self) -> dict[str, Any]:
-            if self.is_loaded:
-                raise ValueError("not now")
-            return super().state_dict()
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            super().load_state_dict(state)
-            self.is_loaded = True
-
     for _ in range(2):
-        state = TrainState(model=nn.Linear(2, 2), scheduler=Raises())
+        state = TrainState(model=nn.Linear(2, 2), scheduler=FailsAfterLoad())
         with CheckpointManager(tmp_path) as manager:
             if manager.resume(state) is None:
                 state.scheduler.seen = STEP
                 manager.save(STEP, state).wait()
     assert state.scheduler.is_loaded
+
+
+class FailsAfterLoad(Tracker):
+    """One whose state_dict() raises once it was loaded."""
+
+    is_loaded = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.is_loaded:
+            raise ValueError("not now")
+        return super().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.is_loaded = True
+
+
+def fails_on_one_rank(rank: int, root: Path, part: str) -> list[tuple[str, str]]:
+    def build(one: Any) -> TrainState:
+        parts = {part: {"own": [one]} if part == "extra" else one}
+        return TrainState(nn.Linear(2, 2), **parts)
+
+    torch.manual_seed(0)
+    with CheckpointManager(root) as manager:
+        state = build(Tracker())
+        manager.resume(state)
+        manager.save(STEP, state).wait()
+    outcomes = []
+    for how in ("resume", "load"):
+        with CheckpointManager(root) as manager:
+            try:
+                getattr(manager, how)(build(FailsAfterLoad() if rank == 1 else Tracker()))
+            except CkptMirrorError as error:
+                outcomes.append((type(error).__name__, error.message))
+    return outcomes
+
+
+@pytest.mark.parametrize(("part", "where"), [("extra", "extra.own[0]"), ("ema", "ema")])
+def test_an_object_whose_state_dict_fails_after_a_load_is_named_on_every_rank(
+    tmp_path: Path, part: str, where: str
+) -> None:
+    first, second = run_ranks(2, fails_on_one_rank, tmp_path, part)
+    why = f"{where} (FailsAfterLoad) gives no state: its state_dict() raised ValueError: not now"
+    assert second == [("UsageError", why)] * 2
+    assert [kind for kind, _ in first] == ["RankFailed"] * 2
+    assert all("rank 1" in message and why in message for _, message in first)
+
+
+def test_a_save_names_the_object_whose_state_dict_fails(tmp_path: Path) -> None:
+    one = FailsAfterLoad()
+    one.is_loaded = True
+    with CheckpointManager(tmp_path) as manager:
+        manager.resume(TrainState(nn.Linear(2, 2)))
+        for part in ("scheduler", "scaler", "ema", "dataloader", "extra"):
+            state = TrainState(nn.Linear(2, 2), **{part: {"own": one} if part == "extra" else one})
+            with pytest.raises(CkptMirrorError, match=rf"{part}.* \(FailsAfterLoad\) gives no state: .*not now"):
+                manager.save(1, state).wait()
 
 
 def test_what_the_command_wins_or_leaves_out_is_no_difference(tmp_path: Path) -> None:

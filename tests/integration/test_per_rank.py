@@ -10,7 +10,15 @@ import torch
 
 import ckptmirror
 from ckptmirror.core.model import Kind
-from tests.integration.per_rank_job import everything_that_happens, others, refusals, sharded
+from tests.integration.per_rank_job import (
+    everything_that_happens,
+    mean,
+    of_one,
+    others,
+    refusals,
+    sharded,
+    sharded_others,
+)
 from tests.kit.processes import run_ranks
 from tests.kit.roots import whole
 from tests.kit.training import same
@@ -83,6 +91,76 @@ def test_another_number_of_ranks_is_refused_before_anything_changes(job: Job) ->
         assert found["without"] == 4
 
 
+def test_where_one_name_has_no_function_another_number_of_ranks_is_refused(job: Job) -> None:
+    for found in job.others:
+        kind, text, hint = found["some without a function"]
+        assert kind == "UsageError"
+        assert "norm.num_batches_tracked" in text
+        assert "experts" not in text
+        assert "per_rank={" in hint
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("fails", "ValueError: nobody knows how"), ("widens", "to the shape")],
+)
+def test_a_merge_that_fails_on_one_rank_changes_nothing_on_any(job: Job, what: str, why: str) -> None:
+    *rest, failed = job.others
+    for how in range(2):
+        kind, text, hint = failed[what][how]
+        assert kind == "UsageError", text
+        assert "experts.0." in text
+        assert f"of {len(job.ranks)} ranks" in text
+        assert why in text
+        assert "Correct the function" in hint
+        for found in rest:
+            kind, text, _ = found[what][how]
+            assert kind == "RankFailed", text
+            assert f"rank {len(rest)}" in text
+            assert why in text
+    for found in job.others:
+        assert same(found["before"], found["after"])
+
+
+def test_a_function_of_merge_extra_that_fails_changes_nothing_either(job: Job) -> None:
+    *rest, failed = job.others
+    assert failed["extra fails"][0] == "UsageError"
+    assert "extra.tokens" in failed["extra fails"][1]
+    assert all(found["extra fails"][0] == "RankFailed" for found in rest)
+
+
+@pytest.mark.parametrize("how", ["merged", "resumed"], ids=["a save", "an emergency snapshot"])
+def test_functions_merge_what_the_ranks_had_for_another_number_of_ranks(job: Job, how: str) -> None:
+    of_ranks = [found["at 2" if how == "merged" else "at 4"] for found in job.ranks]
+    for rank, found in enumerate(job.others):
+        outcome, got = found[how]
+        assert outcome == (("done", "", "") if how == "merged" else (4, "emergency"))
+        names = list(got["model"])
+        for name, value in got["model"].items():
+            values = [one["model"][name] for one in of_ranks]
+            assert torch.equal(value, expected(name, values, rank)), name
+        params = [name for name in names if not name.startswith("norm.running") and "num_batches" not in name]
+        for number, name in enumerate(sorted(params, key=names.index)):
+            states = [one["optimizer"]["state"].get(number) for one in of_ranks]
+            here = got["optimizer"]["state"].get(number, {})
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                values = [of and of[key] for of in states]
+                wanted = expected(name, values, rank)
+                assert same(here.get(key), wanted), (name, key)
+
+
+def expected(name: str, values: list[Any], rank: int) -> Any:
+    if name.startswith(("experts.0.", "norm.running_")):
+        return mean(values, rank, 0)
+    return of_one(values, rank, 0) if name.startswith(("experts.", "norm.num")) else values[0]
+
+
+def test_what_was_merged_is_saved_and_restored_for_each_rank(job: Job) -> None:
+    for found in job.others:
+        assert found["save"][0] == "saved", found["save"]
+        assert same(*found["at 5"])
+
+
 @pytest.mark.parametrize(("ranks", "kinds"), [(3, ("dcp",)), (2, ("model",))])
 def test_beside_shards_too_each_rank_gets_back_its_own(tmp_path: Path, ranks: int, kinds: tuple[Kind, ...]) -> None:
     results = run_ranks(ranks, sharded, str(tmp_path), kinds)
@@ -93,6 +171,17 @@ def test_beside_shards_too_each_rank_gets_back_its_own(tmp_path: Path, ranks: in
         assert same(found["resumed at 2"], found["at 1"])
     for name in ("1.running_mean", "2.weight"):
         assert not torch.equal(*(found["at 1"]["model"][name] for found in results[:2]))
+    of_ranks = [found["at 1"] for found in results]
+    for rank, found in enumerate(run_ranks(5 - ranks, sharded_others, str(tmp_path), kinds)):
+        assert found["loaded"][0] == "done", found["loaded"]
+        assert found["resumed"] == (2, "emergency")
+        for got in (found["at 1"], found["at 2"]):
+            for name in ("1.running_mean", "1.num_batches_tracked", "2.weight", "2.bias"):
+                choose = mean if name == "2.weight" else of_one
+                assert torch.equal(got["model"][name], choose([one["model"][name] for one in of_ranks], rank, 0)), name
+            for number, choose in ((4, mean), (5, of_one)):
+                moments = [one["optimizer"]["state"][number]["exp_avg"] for one in of_ranks]
+                assert torch.equal(got["optimizer"]["state"][number]["exp_avg"], choose(moments, rank, 0))
 
 
 @pytest.mark.parametrize(("ranks", "kinds"), [(2, ("dcp",)), (3, ("model",))])

@@ -66,6 +66,7 @@ def read(data: torch.utils.data.Dataset[int], files: dict[str, int]) -> None:
         merge_extra={"tokens": lambda values, rank, world_size: sum(values) // world_size + rank},
         per_rank=("experts.*",),
     )
+    state.per_rank = {"experts.*": lambda values, rank, world_size: sum(values) / world_size + rank, "*.bias": None}
     print(len(samples), samples.epoch, [batch for batch in shards], state.merge_extra, state.per_rank)
 
 

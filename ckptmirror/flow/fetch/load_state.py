@@ -11,14 +11,14 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, UsageError
+from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.rank_names import rank_name
@@ -240,15 +240,23 @@ def load_kind(
     """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.base import LoadTarget
-    from ckptmirror.formats.emergency import emergency_extra
-    from ckptmirror.formats.sidecars import extra_tree, load_sidecars
+    from ckptmirror.formats.emergency import emergency_extra, emergency_merge_extra
+    from ckptmirror.formats.sidecars import extra_tree, load_sidecars, merge_extra
 
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
+    is_whole = kind == "emergency"  # its files hold everything
     target = LoadTarget(
         state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer, options.rules
     )
-    report = get_format(kind).load(root, meta, target)
-    is_whole = kind == "emergency"  # its files hold everything
+
+    def load(agree: Callable[[], None]) -> LoadReport:
+        def before_change() -> None:
+            (emergency_merge_extra if is_whole else merge_extra)(root, meta, target)
+            agree()
+
+        return get_format(kind).load(root, meta, replace(target, before_change=before_change))
+
+    report = _together(ranks, load) if ranks.world_size != meta.world_size else load(lambda: None)
     if options.verify_loaded and not is_whole:
         check_groups(state, report.groups)
     if not is_whole:
@@ -256,6 +264,34 @@ def load_kind(
     if options.verify_loaded:
         check_objects(state, report.loaded, (emergency_extra if is_whole else extra_tree)(root, meta, target))
     return report
+
+
+def _together(ranks: Ranks, load: Callable[[Callable[[], None]], LoadReport]) -> LoadReport:
+    """Load so that what does not fit, or cannot be merged, on one rank changes nothing on any rank.
+
+    Args:
+        ranks: All of them call this.
+        load: Calls what it is given before it changes anything.
+
+    Raises:
+        RankFailed: It does not fit on another rank.
+    """
+    has_met = False
+
+    def agree(error: BaseException | None = None) -> None:
+        nonlocal has_met
+        if not has_met:
+            has_met = True
+            ranks.exchange(None, what="compare a save with the state", error=error)
+
+    try:
+        return load(agree)
+    except (IntegrityError, FileNotFoundError, KindMismatch):  # a start then votes on this copy
+        agree()
+        raise
+    except BaseException as error:
+        agree(error)
+        raise
 
 
 def _resolve(root: Path, reference: Reference, exclude: frozenset[str]) -> CheckpointReference:

@@ -3,7 +3,8 @@
 Rules:
 * Every rank sums its live tensors and compares them with the lists that the rank of its number and rank 0 wrote. So in
   the same topology nothing is sent but the verdicts. Otherwise the pieces go to rank 0, which reads the lists of all.
-* What each rank had of its own (``core.per_rank``) is compared with the list of the rank of its number alone.
+* What each rank had of its own (``core.per_rank``) is compared with the list of the rank of its number alone, and not
+  at all where the number of ranks has changed, since it was merged.
 * All ranks get one verdict, so that all of them raise, or none does.
 * A list that is lost or damaged proves nothing, and that is said.
 * What a module of another layout version may have migrated is not compared, nor is what no list here has.
@@ -120,8 +121,8 @@ def check_loaded(
         nonlocal live, found
         live = under_rules(live_sums(state, report.loaded), rules, are_saved=False) if lists else []
         own, first = (next(read([lists[rank]])) if rank in lists else [] for rank in (ranks.rank, 0))
-        live, near = of_rank(live, own, first)
-        found = compare(live, near)
+        listed, near = of_rank(live, own, first, is_merged=ranks.world_size != meta.world_size)
+        found = compare(listed, near)
         differ = _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED]
         return _Verdict(differ, bool(found.cut_otherwise), tuple(unread))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,13 +23,27 @@ def extra_of(rank: int, *, is_here: bool, world_size: int = 2) -> dict[str, Any]
     return per_rank.recorded(snapshot, rank, world_size, is_here=is_here)
 
 
-def target(rank: int, world_size: int = 2, exclude: tuple[str, ...] = (), optimizer: object = "AdamW") -> Any:
-    state = SimpleNamespace(optimizer=optimizer)
-    return SimpleNamespace(rank=rank, world_size=world_size, exclude=frozenset(exclude), state=state)
+def target(
+    rank: int,
+    world_size: int = 2,
+    exclude: tuple[str, ...] = (),
+    optimizer: object = "AdamW",
+    declared: per_rank.PerRank = (),
+) -> Any:
+    state = SimpleNamespace(optimizer=optimizer, per_rank=declared)
+    return SimpleNamespace(
+        rank=rank, world_size=world_size, exclude=frozenset(exclude), state=state, elsewhere=frozenset()
+    )
+
+
+def own_for(target: Any, extra: Any, of: Any = None) -> per_rank.Own | None:
+    return per_rank.own_for(
+        target, extra, of, per_rank.ValueTools(lambda value: value, lambda one, other: one == other)
+    )
 
 
 def own_of(rank: int, *, is_here: bool) -> per_rank.Own:
-    own = per_rank.own_for(target(rank), extra_of(rank, is_here=is_here))
+    own = own_for(target(rank), extra_of(rank, is_here=is_here))
     assert own is not None
     return own
 
@@ -75,15 +90,15 @@ def test_the_state_of_a_rank_that_has_none_of_a_parameter_stays_empty() -> None:
 def test_another_number_of_ranks_is_refused(world_size: int) -> None:
     extra = extra_of(0, is_here=False)
     with pytest.raises(UsageError, match=rf"had 2 ranks: {world_size} rank") as caught:
-        per_rank.own_for(target(0, world_size), extra)
+        own_for(target(0, world_size), extra)
     assert "Start with 2 ranks" in str(caught.value.hint)
-    assert per_rank.own_for(target(0, world_size, ("model", "optimizer")), extra) is None
-    assert per_rank.own_for(target(0, world_size, ("model",), None), extra) is None
+    assert own_for(target(0, world_size, ("model", "optimizer")), extra) is None
+    assert own_for(target(0, world_size, ("model",), None), extra) is None
 
 
 def test_the_file_of_another_rank_is_refused() -> None:
     with pytest.raises(IntegrityError, match="rank 1 had"):
-        per_rank.own_for(target(1), extra_of(0, is_here=False))
+        own_for(target(1), extra_of(0, is_here=False))
 
 
 def test_names_that_are_held_elsewhere_now_are_refused() -> None:
@@ -106,9 +121,136 @@ def test_a_broken_record_is_refused(change: dict[str, Any] | None) -> None:
     extra = extra_of(1, is_here=True)
     extra[per_rank.KEY] = {**extra[per_rank.KEY], **change} if change is not None else "text"
     with pytest.raises(IntegrityError, match="broken record"):
-        per_rank.own_for(target(1), extra)
+        own_for(target(1), extra)
 
 
 def test_ranks_that_have_other_names_tell_other_texts() -> None:
     assert per_rank.told(NAMES[1:3]) == per_rank.told(NAMES[2:0:-1])
     assert len({per_rank.told(NAMES), per_rank.told(NAMES[1:]), per_rank.told(()), per_rank.told(NAMES[:1])}) == 4
+
+
+# -- another number of ranks -----------------------------------------------------------------------------------
+
+
+class Array:
+    """A value with a shape."""
+
+    def __init__(self, *values: float, shape: tuple[int, ...] | None = None) -> None:
+        self.values = values
+        self.shape = (len(values),) if shape is None else shape
+
+
+def records(ranks: int = 2, *, count: float = 3.0) -> list[dict[str, Any]]:
+    """Rank 0 leaves its values in the kind; the others have moments of the first name alone."""
+    found = []
+    for rank in range(ranks):
+        told = {"patterns": ["experts.*"], "names": NAMES[1:3]}
+        model = {name: Array(rank, rank + number) for number, name in enumerate(NAMES)}
+        state = {NAMES[1]: {"step": count if rank else 3.0, "exp_avg": Array(10.0 * rank, 1.0)}}
+        snapshot = SimpleNamespace(model=model, optimizer={"state": state}, extra={per_rank.KEY: told})
+        found.append(per_rank.recorded(snapshot, rank, ranks, is_here=rank > 0))
+    return found
+
+
+OF_KIND = {name: Array(0, number) for number, name in enumerate(NAMES)}
+STATE_OF_KIND = {
+    NAMES[1]: {"step": 3.0, "exp_avg": Array(0.0, 1.0)},
+    NAMES[2]: {"step": 3.0, "exp_avg": Array(5.0, 5.0)},
+}
+LIVE = {name: Array(9, 9) for name in NAMES[1:3]}
+
+
+def merged_of(merge: per_rank.Merge, rank: int = 2, world_size: int = 3, *, count: float = 3.0) -> per_rank.Own:
+    of = records(count=count)
+    found = own_for(target(rank, world_size, declared={"experts.*": merge}), of[0], of.__getitem__)
+    assert found is not None
+    return found
+
+
+def test_functions_merge_the_values_of_all_ranks_in_their_order() -> None:
+    calls = []
+
+    def merge(values: list[Any], rank: int, world_size: int) -> Any:
+        calls.append(([getattr(value, "values", value) for value in values], rank, world_size))
+        return values[-1]
+
+    own = merged_of(merge)
+    assert own.is_here
+    assert {name: value.values for name, value in own.values(OF_KIND, LIVE).items()} == {
+        NAMES[1]: (1, 2),
+        NAMES[2]: (1, 3),
+    }
+    assert calls == [([(0, 1), (1, 2)], 2, 3), ([(0, 2), (1, 3)], 2, 3)]
+    calls.clear()
+    moments = own.moments(STATE_OF_KIND, LIVE)
+    assert moments[NAMES[1]]["step"] == 3.0
+    assert moments[NAMES[1]]["exp_avg"].values == (10.0, 1.0)
+    assert NAMES[2] not in moments, "rank 1 had no state of it"
+    assert [values for values, *_ in calls] == [[(0.0, 1.0), (10.0, 1.0)], [3.0, None], [(5.0, 5.0), None]]
+
+
+def test_a_count_that_the_ranks_have_alike_is_not_merged_and_another_one_is() -> None:
+    def steps(values: list[Any], _rank: int, _world_size: int) -> Any:
+        return max((value for value in values if value is not None), key=lambda value: getattr(value, "values", value))
+
+    assert merged_of(steps).moments(STATE_OF_KIND, LIVE)[NAMES[1]]["step"] == 3.0
+    assert merged_of(steps, count=8.0).moments(STATE_OF_KIND, LIVE)[NAMES[1]]["step"] == 8.0
+
+
+@pytest.mark.parametrize(
+    ("merge", "why"),
+    [
+        (lambda *_: 1 / 0, "cannot be merged .*ZeroDivisionError"),
+        (lambda *_: None, "to a NoneType, not to the shape"),
+        (lambda *_: Array(1, 2, 3), r"to the shape \(3,\), not to the shape \(2,\)"),
+        (lambda values: values[0], "cannot be merged .*TypeError"),
+    ],
+)
+def test_a_function_that_fails_or_returns_another_shape_is_named(merge: Any, why: str) -> None:
+    own = merged_of(merge)
+    with pytest.raises(UsageError, match=rf"experts.0.weight of 2 ranks .*{why}") as caught:
+        own.values(OF_KIND, LIVE)
+    assert "or start with 2 ranks" in str(caught.value.hint)
+
+
+def test_moments_take_the_shape_that_the_parameter_has_here() -> None:
+    def joined(values: list[Any], _rank: int, _world_size: int) -> Any:
+        return Array(*(number for value in values if value is not None for number in value.values))
+
+    own = merged_of(joined)
+    wide = {NAMES[1]: Array(0, 0, 0, 0), NAMES[2]: Array(0, 0, 0, 0)}
+    assert own.values(OF_KIND, wide)[NAMES[1]].values == (0, 1, 1, 2)
+    assert own.moments({NAMES[1]: STATE_OF_KIND[NAMES[1]]}, wide)[NAMES[1]]["exp_avg"].values == (0.0, 1.0, 10.0, 1.0)
+    own = merged_of(lambda values, *_: values[0])
+    own.values(OF_KIND, LIVE)
+    with pytest.raises(UsageError, match=r"the optimizer's exp_avg of experts.0.weight of 2 ranks"):
+        replace(own, functions={NAMES[1]: joined, NAMES[2]: joined}).moments(STATE_OF_KIND, LIVE)
+
+
+@pytest.mark.parametrize(
+    ("declared", "lacks"),
+    [
+        ({"experts.*": None}, "experts.0.weight, experts.1.weight"),
+        ({"experts.0.*": lambda values, *_: values[0]}, "experts.1.weight"),
+        ({"experts.1.*": None, "experts.*": lambda values, *_: values[0]}, "experts.1.weight"),
+    ],
+)
+def test_names_without_a_function_are_refused(declared: per_rank.PerRank, lacks: str) -> None:
+    of = records()
+    with pytest.raises(UsageError, match=rf"of its own of {lacks} \(per_rank\)"):
+        own_for(target(0, 3, declared=declared), of[0], of.__getitem__)
+    assert own_for(target(0, 2, declared=declared), of[0], of.__getitem__) is not None
+
+
+def test_the_record_of_every_rank_is_needed_to_merge() -> None:
+    of = records()
+    for broken in ([of[0], {}], [of[0], of[0]], [of[1], of[0]]):
+        with pytest.raises(IntegrityError, match="do not have what each rank had"):
+            own_for(target(0, 3, declared={"*": lambda values, *_: values[0]}), of[0], broken.__getitem__)
+
+
+@pytest.mark.parametrize("given", ["experts.*", 3, {"experts.*": "mean"}, {3: None}, [3]])
+def test_what_is_no_declaration_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match=r"TrainState\.per_rank"):
+        per_rank.check_per_rank(given)
+    per_rank.check_per_rank({"experts.*": None, "other": lambda values, *_: values[0]})
