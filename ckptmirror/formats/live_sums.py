@@ -18,6 +18,7 @@ from ckptmirror.formats.tensor_bytes import has_memory, has_plain_bytes
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import for_live, migrating, versions_in
 from ckptmirror.formats.weights_only_values import encode
+from ckptmirror.local.daemon_pool import cores
 from ckptmirror.sums.fingerprints import fingerprints
 
 __all__ = ["fingerprints_of", "live_sums", "migrated_names"]
@@ -26,7 +27,7 @@ _log = logging.getLogger("ckptmirror.formats")
 _GROUPS = "optimizer.param_groups."  # their order, and so their names, may change
 
 
-def fingerprints_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Summed]:
+def fingerprints_of(tensors: Iterable[tuple[str, torch.Tensor]], *, workers: int = 1) -> list[Summed]:
     """Return each tensor that has plain bytes, or the piece of it that this rank holds, with its fingerprint.
 
     Nothing if a device has no memory for that, or no such operation: that is no reason to lose a save or a start.
@@ -34,7 +35,7 @@ def fingerprints_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Summed]
     pieces = [(name, piece_of(tensor)) for name, tensor in tensors if has_plain_bytes(tensor)]
     there = [(name, piece) for name, piece in pieces if has_memory(piece.data)]
     try:
-        sums = fingerprints([(piece.data, piece.region) for _, piece in there])
+        sums = fingerprints([(piece.data, piece.region) for _, piece in there], workers=workers)
     except RuntimeError as error:
         _log.warning("tensors have no fingerprints, so a load cannot be proved with them: %s", error)
         return []
@@ -64,7 +65,7 @@ def live_sums(state: TrainState, loaded: Collection[str]) -> list[Summed]:
     extra = {key: state_of(value, f"extra.{key}") for key, value in asked.items()}
     elsewhere = {_memory(tensor) for _, tensor in walk_tensors(extra)} - {0}
     tensors = [(name, one) for name, one in walk_tensors(parts) if not name.startswith(_GROUPS)]
-    found = fingerprints_of((name, one) for name, one in tensors if _memory(one) not in elsewhere)
+    found = fingerprints_of((one for one in tensors if _memory(one[1]) not in elsewhere), workers=cores())
     return [one for one in found if all(one.region.sizes)]
 
 

@@ -9,7 +9,6 @@ Rules:
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +21,7 @@ from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.regions import Region, are_apart
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.formats.weights_only_values import MARK, decode
-from ckptmirror.local.daemon_pool import run_jobs
+from ckptmirror.local.daemon_pool import cores, run_jobs
 from ckptmirror.sums.digests import byte_view
 
 __all__ = [
@@ -40,8 +39,6 @@ __all__ = [
     "spread",
     "stored",
 ]
-
-_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -202,7 +199,7 @@ def fill_all(wanted: Sequence[tuple[torch.Tensor, Pieces, str]]) -> None:
         with torch.inference_mode(is_inference):
             fill(target, region, pieces(region, target), name)
 
-    run_jobs(jobs, fill_one, name="ckptmirror-fill", workers=min(_WORKERS, len(os.sched_getaffinity(0))))
+    run_jobs(jobs, fill_one, name="ckptmirror-fill", workers=cores())
 
 
 def _copy_overlap(target: torch.Tensor, region: Region, piece: Piece) -> int:

@@ -8,18 +8,25 @@ Rules:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
-__all__ = ["STOP_WAIT_S", "begin", "begin_or_do", "is_over", "run_jobs"]
+__all__ = ["STOP_WAIT_S", "begin", "begin_or_do", "cores", "is_over", "run_jobs"]
 
 STOP_WAIT_S = 2.0
+_CORES = 4
 _LOOK_S = 1.0  # a signal that comes just before a wait does not end it
 _Job = TypeVar("_Job")
 _Result = TypeVar("_Result")
+
+
+def cores() -> int:
+    """Return how many threads should compute at once: a few, and no more than this process has cores."""
+    return min(_CORES, len(os.sched_getaffinity(0)))
 
 
 def begin(run: Callable[[], _Result], name: str) -> Future[_Result]:

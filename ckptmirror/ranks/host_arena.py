@@ -11,6 +11,7 @@ Rules:
 * Its tensors are ordinary CPU tensors, whatever mode or default device the training saves in, since later copies write
   them in other modes.
 * A forked child does not inherit it; otherwise the next copy would duplicate every page.
+* Before the first copy, a thread faults its pages in, and writes nothing once the memory is used.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
+import numpy as np
 import torch
 
 from ckptmirror.core.errors import Temporary
@@ -30,6 +34,7 @@ PINNED_BLOCK_BYTES = 512 * 1024 * 1024
 _HINT = "The host copy needs as much memory as this rank's part of the state."
 _HUGE_PAGE_BYTES = 2 * 1024 * 1024
 _PAGE_BYTES = 4096  # the smallest
+_PAGES_AT_A_TIME = 2048
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +46,9 @@ class Arena:
         self._tensors: dict[tuple[int, int], torch.Tensor] = {}
         self._sizes: list[int] = []
         self._pinned = False
+        self._fresh: list[memoryview] = []  # blocks that a thread faults in
+        self._wanted: list[memoryview] = []  # the same, until the memory is used
+        self._faulting_in = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
@@ -49,6 +57,7 @@ class Arena:
 
     def fit(self, sizes: Sequence[int], *, pinned: bool) -> bool:
         """Make blocks of at least ``sizes`` available. Returns whether new memory was allocated."""
+        self._end_populating()
         if list(sizes) != self._sizes:
             self._sizes, self._tensors = list(sizes), {}  # another layout
         held = [block.nbytes for block in self._blocks]
@@ -62,6 +71,7 @@ class Arena:
 
     def storage(self, block: int, offset: int, size_bytes: int) -> torch.UntypedStorage:
         """Return a storage of exactly ``size_bytes`` over the arena's memory."""
+        self._end_populating()
         with torch.inference_mode(mode=False):
             whole = torch.frombuffer(self._blocks[block], dtype=torch.uint8, count=size_bytes, offset=offset)
             return whole.untyped_storage()
@@ -71,6 +81,7 @@ class Arena:
 
         It is kept: states rarely change their layout, and creating thousands of tensors takes longer than copying them.
         """
+        self._end_populating()
         kept = self._tensors.get((block, offset))
         if kept is None or kept.dtype != like.dtype or kept.shape != like.shape:
             with torch.inference_mode(mode=False):
@@ -79,18 +90,32 @@ class Arena:
         return kept
 
     def populate(self) -> None:
-        """Fault every page of fresh memory in now instead of during the first copy.
-
-        torch writes to each page, in its threads: a madvise of the mmap module holds the interpreter's lock meanwhile.
-        """
-        for block in self._blocks:
-            if isinstance(block.obj, mmap.mmap):  # what is pinned is there already
-                torch.frombuffer(block, dtype=torch.uint8)[::_PAGE_BYTES].zero_()
+        """Begin to fault every page of fresh memory in, in a thread; what is not done when it is used, its use does."""
+        fresh = [block for block in self._blocks if isinstance(block.obj, mmap.mmap)]  # what is pinned is there already
+        self._fresh = self._wanted = fresh
+        with suppress(RuntimeError):  # no more threads
+            threading.Thread(target=self._fault_in, args=[fresh], name="ckptmirror-memory", daemon=True).start()
 
     def release(self) -> None:
         """Release the memory; it is freed together with the last tensor that still uses it."""
+        self._end_populating()
         self._blocks = []
         self._tensors = {}
+
+    def _fault_in(self, fresh: list[memoryview]) -> None:
+        """Write to each page. A madvise of the mmap module would hold the interpreter's lock meanwhile."""
+        for pages in [np.frombuffer(block, np.uint8)[::_PAGE_BYTES] for block in fresh]:
+            for begin in range(0, len(pages), _PAGES_AT_A_TIME):
+                with self._faulting_in:
+                    if self._wanted is not fresh:
+                        return
+                    pages[begin : begin + _PAGES_AT_A_TIME] = 0
+
+    def _end_populating(self) -> None:
+        if self._fresh:
+            self._wanted = []
+            with self._faulting_in:  # the thread is not writing now, and will not
+                self._fresh = []
 
 
 def _take(size_bytes: int) -> memoryview:

@@ -117,7 +117,9 @@ class HostCopier:
         return lease
 
     def reserve(self, tree: Any, *, more_bytes: int = 0) -> int:
-        """Allocate the memory that ``copy(tree)`` will need, and fault it in, without copying. Returns ``nbytes``.
+        """Allocate the memory that ``copy(tree)`` will need, without copying. Returns ``nbytes``.
+
+        Its pages are faulted in by a thread, so that nobody waits for them.
 
         Args:
             tree: The tree that will be copied.

@@ -12,8 +12,9 @@ Rules:
   generator of random numbers: they are the same everywhere and for ever.
 * The weight of a place is that of its row, of 4,096 places, times that of its place in the row. So a tensor that is
   long in one dimension needs few weights, which are kept.
-* On the CPU both sums of a block that fits in the cache come from one integer matrix product, in the calling thread. On
-  other devices they are plain products and sums, and nothing waits for the device.
+* On the CPU both sums of a block that fits in the cache come from one integer matrix product, in the calling thread;
+  several threads sum one tensor each. On other devices they are plain products and sums, and nothing waits for the
+  device.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 
 from ckptmirror.core.regions import Region
 from ckptmirror.core.tensor_proof import Fingerprint
+from ckptmirror.local.daemon_pool import run_jobs
 
 __all__ = ["fingerprint", "fingerprint_there", "fingerprints"]
 
@@ -38,7 +40,7 @@ _SUMS = 2
 _ROW = 4096
 _FEW_UNITS, _MANY_UNITS = 64, 8192  # of a row of the matrix product, if the tensor has as many
 _FEW_ROWS = 32  # of so few rows, making the weights of long ones would take longer than their sums
-_BLOCK_WORDS, _BLOCK_WORDS_ELSEWHERE = 1 << 17, 1 << 23
+_BLOCK_WORDS, _BLOCK_WORDS_ELSEWHERE = 1 << 19, 1 << 23  # less would make threads wait for the interpreter's lock
 _KEPT_UNITS = 1 << 16  # the weights of more places are made each time
 
 
@@ -71,13 +73,27 @@ def fingerprint(values: torch.Tensor, region: Region) -> Fingerprint:
     return first & _MASK, second & _MASK
 
 
-def fingerprints(pieces: Sequence[tuple[torch.Tensor, Region]]) -> list[Fingerprint]:
-    """Return the fingerprint of each of many pieces. It waits once for each device, and not for each piece."""
-    sums = [fingerprint_there(values, region) for values, region in pieces]
+def fingerprints(pieces: Sequence[tuple[torch.Tensor, Region]], *, workers: int = 1) -> list[Fingerprint]:
+    """Return the fingerprint of each of many pieces. It waits once for each device, and not for each piece.
+
+    Args:
+        pieces: As in :func:`fingerprint`.
+        workers: The number of threads for what is in host memory; 1: the caller's.
+    """
+    sums: dict[int, torch.Tensor] = {}
+
+    def add(index: int) -> None:
+        sums[index] = fingerprint_there(*pieces[index])
+
+    in_threads = [index for index, (values, _) in enumerate(pieces) if workers > 1 and _is_host(values.device)]
+    for index in sorted(set(range(len(pieces))).difference(in_threads)):
+        add(index)
+    largest_first = sorted(in_threads, key=lambda index: -pieces[index][0].nbytes)
+    run_jobs(largest_first, add, name="ckptmirror-sums", workers=workers)
     of_device: dict[torch.device, list[int]] = {}
-    for index, both in enumerate(sums):
+    for index, both in sums.items():
         of_device.setdefault(both.device, []).append(index)
-    found: list[Fingerprint] = [(0, 0)] * len(sums)
+    found: list[Fingerprint] = [(0, 0)] * len(pieces)
     for indices in of_device.values():
         for index, (first, second) in zip(indices, torch.stack([sums[i] for i in indices]).tolist(), strict=True):
             found[index] = (first & _MASK, second & _MASK)
@@ -190,16 +206,15 @@ class _Kept(threading.local):
     """Memory of each thread for the high units of a block: fresh pages would cost more than the sums."""
 
     def __init__(self) -> None:
-        self.words = torch.empty(_BLOCK_WORDS, dtype=torch.int32, device="cpu")
+        self.words = np.empty(_BLOCK_WORDS, np.uint32)  # a thread that frees a tensor while Python exits aborts it
 
 
 def _high_units(words: torch.Tensor) -> torch.Tensor:
     if not _is_host(words.device):
         return (words >> 16).bitwise_and_(0xFFFF)
-    found = _kept.words[: words.numel()].view(words.shape)
-    # torch would share this work with its pool, and wait for it
-    np.right_shift(words.numpy().view(np.uint32), 16, out=found.numpy().view(np.uint32))
-    return found
+    found = _kept.words[: words.numel()].reshape(words.shape)
+    np.right_shift(words.numpy().view(np.uint32), 16, out=found)  # torch would share it with its pool, and wait for it
+    return torch.from_numpy(found.view(np.int32))
 
 
 def _units_apart(units: torch.Tensor) -> torch.Tensor:

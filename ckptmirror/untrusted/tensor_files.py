@@ -30,6 +30,7 @@ from ckptmirror.untrusted.read_limits import Budget
 __all__ = ["check_regular", "load_bytes", "load_part", "load_pt", "named", "open_regular", "refused_as_usage"]
 
 _ALIGNMENT = 16  # of the largest dtype
+_END_BYTES = 4096
 _Into = Callable[[memoryview, int], None]
 
 
@@ -62,9 +63,16 @@ def load_part(
         mapped: The mapped file, as in :func:`load_pt`.
         into: Memory that the first storage of exactly as many bytes is read into.
     """
+    ends: dict[int, bytes] = {}  # by offset; they hold nearly all but the values, so it takes few reads
 
     def read_at(offset: int, count: int) -> bytes:
-        return os.pread(descriptor, max(0, min(count, size_bytes - offset)), begin + offset)
+        stop = min(offset + count, size_bytes)
+        for at in (max(0, size_bytes - _END_BYTES), 0):
+            if at <= offset and stop <= at + _END_BYTES:
+                if at not in ends:
+                    ends[at] = os.pread(descriptor, min(_END_BYTES, size_bytes - at), begin + at)
+                return ends[at][offset - at : stop - at]
+        return os.pread(descriptor, max(0, stop - offset), begin + offset)
 
     def read_into(target: memoryview, offset: int) -> None:
         done = 0

@@ -288,7 +288,7 @@ def test_a_broken_list_proves_nothing_and_loses_nothing(tmp_path: Path) -> None:
 def test_a_device_that_cannot_compute_fingerprints_loses_no_save_and_no_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def cannot(_pieces: object) -> object:
+    def cannot(_pieces: object, **_kw: object) -> object:
         raise NotImplementedError("no such operation here")
 
     monkeypatch.setattr("ckptmirror.formats.live_sums.fingerprints", cannot)

@@ -335,7 +335,7 @@ def test_parameters_of_another_dtype_are_not_compared(resumed: Any) -> None:
 
 
 def test_a_flaw_of_the_check_stops_no_training(resumed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def cannot(_tensors: object) -> object:
+    def cannot(_tensors: object, **_: object) -> object:
         raise ValueError("of somebody's tensor class")
 
     _, state = resumed

@@ -139,7 +139,7 @@ def test_a_save_without_fingerprints_is_whole_and_says_that_none_was_compared(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(sidecars, "fingerprints_of", lambda _tensors: [])
-        patch.setattr(live_sums, "fingerprints_of", lambda _tensors: [])
+        patch.setattr(live_sums, "fingerprints_of", lambda _tensors, **_: [])
         saved(tmp_path)
     save = checked(Target(tmp_path))
     assert save.verdict.state == "whole"

@@ -32,7 +32,7 @@ from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.verification import State
 from ckptmirror.local import direct_io
 from ckptmirror.local.checksums import BlockSum
-from ckptmirror.local.daemon_pool import run_jobs
+from ckptmirror.local.daemon_pool import cores, run_jobs
 from ckptmirror.local.listing import is_not_readable_now
 from ckptmirror.local.range_file import RangeFile
 from ckptmirror.stores.base import Store
@@ -163,7 +163,7 @@ def read_all(
 
     # more threads than cores only disturb the read-ahead of the page cache
     is_cached = any(isinstance(one, FileToRead) and one.cached for one in sources)
-    work.run(look, workers=min(WORKERS, len(os.sched_getaffinity(0))) if is_cached else WORKERS)
+    work.run(look, workers=cores() if is_cached else WORKERS)
     return [item.outcome(ended[0] if ended else None) for item in items]
 
 

@@ -25,6 +25,7 @@ from weakref import ReferenceType, ref
 
 from ckptmirror.core.errors import LoadDiffers
 from ckptmirror.core.tensor_proof import Summed, changed
+from ckptmirror.local.daemon_pool import cores
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.ranks.base import Ranks
 
@@ -169,7 +170,7 @@ class UnchangedCheck:
 
         loaded = [one for one in self._loaded if not (without_state and one.name.startswith(_STATE))]
         names = {one.name for one in loaded}
-        now = fingerprints_of((name, tensor) for name, tensor in tensors if name in names)
+        now = fingerprints_of(((name, tensor) for name, tensor in tensors if name in names), workers=cores())
         return changed(loaded, now) if now else ()
 
     def _tensors(self, parameters: Mapping[str, Any], optimizers: Iterable[Any]) -> Iterable[tuple[str, Any]]:

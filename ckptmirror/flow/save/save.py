@@ -238,7 +238,8 @@ class Saver:
     def reserve(self, kinds: Sequence[Kind], state: TrainState) -> None:
         """Allocate the host memory for a save of ``state`` now: fresh pages cost far more than the copy into them.
 
-        Calls no other rank, and no method of the user's objects, which may not be ready. A failure is only logged.
+        A thread faults them in while training begins. Calls no other rank, and no method of the user's objects, which
+        may not be ready. A failure is only logged.
         """
         try:
             reserve_for(self._kept_copier(), kinds, state, self._ranks, self._stages)

@@ -39,6 +39,22 @@ def test_a_storage_of_the_size_is_read_into_the_memory_that_is_given(tmp_path: P
     os.close(descriptor)
 
 
+@pytest.mark.parametrize("numbers", [1, 300, 500, 700, 900, 1_000, 100_000])
+def test_all_but_the_values_of_one_tensor_takes_two_reads(
+    numbers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, value, target = io.BytesIO(), torch.rand(numbers), torch.zeros(numbers)
+    torch.save(value, stream)
+    (path := tmp_path / "pieces").write_bytes(b"before" + stream.getvalue() + b"after")
+    reads = []
+    monkeypatch.setattr(os, "pread", lambda *of, pread=os.pread: reads.append(of) or pread(*of))
+    descriptor = os.open(path, os.O_RDONLY)
+    load_part(descriptor, len(b"before"), len(stream.getvalue()), "piece", into=byte_view(target))
+    os.close(descriptor)
+    assert target.equal(value)
+    assert len(reads) <= 2
+
+
 def test_of_two_storages_of_the_size_only_the_first_is(tmp_path: Path) -> None:
     values, target = [torch.rand(5), torch.rand(5)], torch.zeros(5)
     descriptor, size_bytes = as_file(tmp_path, values)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import resource
+import threading
 import weakref
 
+import pytest
 import torch
 
 from ckptmirror.ranks.host_arena import Arena, memory_of
@@ -43,15 +45,83 @@ def test_several_blocks_are_kept_and_replaced_together() -> None:
     assert arena.size_bytes == 4 * MIB
 
 
+def faulting_in() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ckptmirror-memory"]
+
+
 def test_populated_memory_costs_no_page_fault_any_more() -> None:
     arena = Arena()
     arena.fit([64 * MIB], pinned=False)
     arena.populate()
+    for thread in faulting_in():
+        thread.join()
     storage = arena.storage(0, 0, 64 * MIB)
     whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (64 * MIB,), (1,))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     whole.fill_(1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 32, "one for each huge page, at the least"
+
+
+class LockOfASlowThread:
+    """A lock that the thread which faults memory in gets for a second time only once the memory is used."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pieces = 0
+        self.is_used = threading.Event()
+
+    def __enter__(self) -> None:
+        if threading.current_thread() in faulting_in():
+            self._pieces += 1
+            if self._pieces == 2:
+                assert self.is_used.wait(60)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.mark.parametrize("use", ["tensor", "storage"])
+def test_nothing_is_written_to_memory_that_is_used(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptmirror.ranks.host_arena._PAGES_AT_A_TIME", 1)
+    arena, like = Arena(), torch.ones(4 * MIB, dtype=torch.uint8)
+    slow = LockOfASlowThread()
+    monkeypatch.setattr(arena, "_faulting_in", slow)
+    arena.fit([4 * MIB], pinned=False)
+    arena.populate()
+    if use == "tensor":
+        mine = arena.tensor(0, 0, like)
+    else:
+        mine = torch.empty(0, dtype=torch.uint8).set_(arena.storage(0, 0, 4 * MIB), 0, (4 * MIB,), (1,))
+    mine.fill_(1)
+    slow.is_used.set()
+    for thread in faulting_in():
+        thread.join()
+    assert torch.equal(mine, like)
+
+
+def test_released_memory_is_not_faulted_in_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptmirror.ranks.host_arena._PAGES_AT_A_TIME", 1)
+    arena = Arena()
+    arena.fit([64 * MIB], pinned=False)
+    block = weakref.ref(arena._blocks[0].obj)
+    arena.populate()
+    arena.release()
+    for thread in faulting_in():
+        thread.join()
+    gc.collect()
+    assert block() is None
+
+
+def test_without_a_thread_the_first_use_faults_the_memory_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_more(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+    arena = Arena()
+    arena.fit([MIB], pinned=False)
+    arena.populate()
+    assert torch.equal(arena.tensor(0, 0, torch.zeros(5)), torch.zeros(5))
 
 
 def test_memory_lives_as_long_as_a_tensor_in_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from ckptmirror.core.regions import Region
 from ckptmirror.core.tensor_proof import Fingerprint, total
 from ckptmirror.sums import fingerprints
-from ckptmirror.sums.fingerprints import fingerprint
+from ckptmirror.sums.fingerprints import fingerprint, fingerprint_there
+from ckptmirror.sums.fingerprints import fingerprints as fingerprints_of
 
 MASK = 0xFFFFFFFF
 DTYPES = [
@@ -83,6 +85,38 @@ def some_values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> to
 def test_it_is_what_the_definition_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = some_values(shape, dtype)
     assert whole(values) == by_definition(values)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_many_pieces_are_summed_in_their_order(workers: int) -> None:
+    pieces = [
+        (one, Region(shape, (0,) * len(shape), shape))
+        for seed, shape in enumerate([(3, 5), (0,), (300, 70), (), (7, 9000), (2,)])
+        for one in (some_values(shape, DTYPES[seed % len(DTYPES)], seed),)
+    ]
+    assert fingerprints_of(pieces, workers=workers) == [fingerprint(*piece) for piece in pieces]
+    assert fingerprints_of([], workers=workers) == []
+
+
+def test_several_threads_sum_pieces_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, of_ones = threading.Barrier(2), whole(torch.ones(4))
+
+    def together(values: torch.Tensor, region: Region) -> torch.Tensor:
+        both.wait(timeout=60)
+        return fingerprint_there(values, region)
+
+    monkeypatch.setattr("ckptmirror.sums.fingerprints.fingerprint_there", together)
+    pieces = [(torch.ones(4), Region((4,), (0,), (4,))), (torch.zeros(4), Region((4,), (0,), (4,)))]
+    assert fingerprints_of(pieces, workers=2) == [of_ones, (0, 0)]
+
+
+def test_a_failure_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_values: torch.Tensor, _region: Region) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("ckptmirror.sums.fingerprints.fingerprint_there", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        fingerprints_of([(torch.ones(4), Region((4,), (0,), (4,)))], workers=2)
 
 
 @pytest.mark.parametrize(
