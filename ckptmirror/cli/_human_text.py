@@ -60,8 +60,9 @@ def plain_reason(reason: str) -> str:
 
 
 def behind_text(reason: str) -> str:
-    """Return why a save waits for another node, and what sends it."""
-    return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, `ckptmirror drain` there sends it"
+    """Return why a save waits for another node, and what sends it: to a mirror that a person pushed to, a push."""
+    there = "`ckptmirror drain` there sends it (a mirror that was pushed to: `ckptmirror push --mirror URL` there)"
+    return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, {there}"
 
 
 def on_no_mirror(step: int, copy: Path | None, is_here: bool) -> str:

@@ -215,11 +215,13 @@ class Evidence:
 
     Attributes:
         rows: One for each place; the persistent directory has one for each run that it holds.
-        root: The identity of this root, as lists name it.
+        root: The identity of this root, as lists name it; of a job of several nodes, one that all its roots have.
+        roots: The identity of each node's root. A person may have changed something on one of them, for all.
     """
 
     rows: tuple[Row, ...]
     root: str = ""
+    roots: frozenset[str] = frozenset()
 
     @property
     def disk(self) -> Row:

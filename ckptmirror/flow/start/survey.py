@@ -176,7 +176,8 @@ class _Rows:
         disks = [self._labelled(number, self._disk_row(disk)) for number, disk in enumerate(self._disks)]
         rows = [one_disk(self._joinable(disks)), *map(self._mirror_row, self._mirrors), *self._dropped_rows()]
         rows += self._persistent_rows()
-        return Survey(Evidence(tuple(rows), self._identity.id), self._found, self._seen)
+        roots = frozenset(disk.identity.id for disk in self._disks if disk.identity.id)
+        return Survey(Evidence(tuple(rows), self._identity.id, roots), self._found, self._seen)
 
     @cached_property
     def _explained(self) -> Explained:

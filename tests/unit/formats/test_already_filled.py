@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from ckptmirror.core.errors import UsageError
+from ckptmirror.core.load_options import PARTS, checked_parts
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.already_filled import Taken, overlaps_itself, same, span_of
 from ckptmirror.formats.shards import Piece
-from ckptmirror.formats.train_state import PARTS, TrainState, checked_parts, left_out
+from ckptmirror.formats.train_state import TrainState, left_out
 
 BASE = torch.arange(24.0).reshape(4, 6)
 
