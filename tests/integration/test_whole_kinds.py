@@ -482,6 +482,21 @@ def test_a_lost_list_of_tensors_is_damage_to_verify_which_says_that_no_load_need
     assert find_local_checkpoint_steps(tmp_path) == [1, 2]
 
 
+@pytest.mark.parametrize("at", ["root", "mirror"])
+def test_a_lost_list_of_tensors_is_listed_with_the_kinds_that_it_belongs_to(tmp_path: Path, at: str) -> None:
+    saved_run(tmp_path / "root", (1, 2), f"file://{tmp_path}/mirror")
+    meta = whole(tmp_path / "root")[2]
+    lost = artifact(tmp_path / at, meta, "tensors_")
+    size_bytes = lost.stat().st_size
+    lost.unlink()
+    place = tmp_path / "root" if at == "root" else f"file://{tmp_path}/mirror"
+    left, of_list = [line for line in list_checkpoints(place) if line.step == 2]
+    assert (left.standing, left.kinds, left.why) == ("current", ("dcp", "model"), "")
+    assert (of_list.standing, of_list.kinds, of_list.current_kinds) == ("incomplete", ("dcp", "model"), ())
+    assert of_list.size_bytes == size_bytes
+    assert left.size_bytes + size_bytes == meta.size_bytes
+
+
 def test_a_copy_that_has_its_list_of_tensors_comes_before_one_that_lost_it(tmp_path: Path) -> None:
     url = memory_url()
     saved_run(tmp_path, (1, 2), url)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ckptmirror import load_checkpoint, stage_checkpoint_step
-from ckptmirror.core.errors import CheckpointNotFound, RefusedOnlyCopy
+from ckptmirror import CheckpointManager, load_checkpoint, stage_checkpoint_step
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, RefusedOnlyCopy
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.start.rewind import plan_rewind
 from tests.kit.cli import run
 from tests.kit.training import same
-from tests.nodes.jobs import Job
+from tests.nodes.jobs import Job, built, whole
 
 pytestmark = pytest.mark.long
 
@@ -115,3 +119,70 @@ def test_a_save_that_lost_one_kind_on_each_node_is_passed_over_for_what_both_los
         assert "__0_0.distcp is missing; so kind dcp is not whole" in lost_dcp
         assert "node 1" in lost_model
         assert "optim_000002_rank1.pt is missing; so kind model is not whole" in lost_model
+
+
+@dataclass
+class Resumed:
+    step: int | None
+    kind: str
+    missing: tuple[str, ...]
+    model: dict[str, Any]
+    passed_over: str
+    refused: str = ""
+
+
+def resumed(policy: str | int, exclude: tuple[str, ...], rank: int, job: Job) -> Resumed:
+    """What a rank finds that only resumes."""
+    state = built(job.wrapped, job.hidden)
+    mirrors = [job.url] if job.mirrored else []
+    with CheckpointManager(job.base / job.nodes[rank], mirrors, kinds=job.kinds, timeout_s=60.0) as manager:
+        try:
+            info = manager.resume(state, policy=policy, exclude=exclude, force=True)
+        except CkptMirrorError as error:
+            return Resumed(None, "", (), {}, "", f"{error} {error.hint}")
+    assert info is not None
+    return Resumed(info.step, info.kind, info.missing, whole(state), "; ".join(info.passed_over))
+
+
+def lose(tmp_path: Path, *lost: str) -> None:
+    for path in lost:
+        (tmp_path / path).unlink()
+
+
+LOST_ON_NODES = [
+    (("b/optim_000002_rank1.pt",), "dcp"),
+    (("a/optim_000002_rank0.pt", "b/optim_000002_rank1.pt"), "dcp"),
+    (("a/model_000002.pt",), "dcp"),
+    (("b/dcp_000002/__1_0.distcp",), "model"),
+    (("a/dcp_000002/.metadata",), "model"),
+    (("a/dcp_000002/.metadata", "b/dcp_000002/.metadata"), "model"),
+    (("b/tensors_000002_rank1.json",), "dcp"),
+    (("a/tensors_000002_rank0.json", "b/tensors_000002_rank1.json", "b/optim_000002_rank1.pt"), "dcp"),
+    (("a/tensors_000002_rank0.json", "b/dcp_000002/__1_0.distcp"), "model"),
+]
+
+
+@pytest.mark.parametrize(("lost", "kind"), LOST_ON_NODES, ids=lambda one: "+".join(one) if type(one) is tuple else one)
+def test_a_save_that_lost_a_file_on_a_node_resumes_from_its_intact_kind(
+    tmp_path: Path, lost: tuple[str, ...], kind: str
+) -> None:
+    first = Job(tmp_path, "ab", (1, 2), mirrored=False).run()
+    save_id = meta_at(tmp_path / "a").save_id
+    lose(tmp_path, *lost)
+    for policy in ("auto", 2, save_id[:8]):
+        for one in Job(tmp_path, "ab", mirrored=False).run(partial(resumed, policy, ())):
+            assert (one.step, one.kind) == (2, kind), (policy, one)
+            assert same(one.model, first[0].saved[2])
+            assert any("tensors" in line for line in one.missing) == any("tensors" in path for path in lost)
+
+
+@pytest.mark.parametrize(("lost", "kind"), LOST_ON_NODES[1:7:2], ids=str)
+def test_a_mirror_that_lost_it_too_has_the_intact_kind(tmp_path: Path, lost: tuple[str, ...], kind: str) -> None:
+    first = Job(tmp_path, "ab", (1, 2)).run()
+    save_id = meta_at(tmp_path / "a").save_id
+    lose(tmp_path, *lost, *dict.fromkeys(f"mirror/{path.partition('/')[2]}" for path in lost))
+    shutil.rmtree(tmp_path / "b")
+    for policy in ("auto", save_id[:8]):
+        for one in Job(tmp_path, "ab").run(partial(resumed, policy, ())):
+            assert (one.step, one.kind) == (2, kind), (policy, one)
+            assert same(one.model, first[0].saved[2])

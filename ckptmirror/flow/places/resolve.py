@@ -369,7 +369,7 @@ def _listed(catalog: Catalog, root: Path | None, waiting: Iterable[Uncommitted] 
         parsed = names.parse_name(Path(name).name)
         step = parsed.step if parsed is not None and parsed.step is not None else -1
         if problem.meta is not None:
-            rest = problem.meta.narrowed(problem.kinds)
+            rest = problem.meta.narrowed(problem.kinds) if problem.kinds else _lost(problem.meta, catalog)
             lines.append(_line(rest, "incomplete", why=problem.why, place=name))
         else:
             lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
@@ -380,6 +380,13 @@ def _listed(catalog: Catalog, root: Path | None, waiting: Iterable[Uncommitted] 
     for step, name in older_on_mirror(catalog.others) if root is None else ():
         lines.append(ListedCheckpoint(step, ("dcp",), "older", why="copy it to a disk to read it", place=name))
     return sorted(lines, key=lambda line: (line.step, line.attempt, line.number, line.save_id))
+
+
+def _lost(meta: Meta, catalog: Catalog) -> Meta:
+    """Return a save, of which no kind is lost, with only the files that are: lists of tensors."""
+    left = catalog.saves.get(meta.save_id) or catalog.parts.get(meta.save_id)
+    known = left.paths if left is not None else frozenset()
+    return replace(meta, artifacts=tuple(one for one in meta.artifacts if one.path not in known))
 
 
 def by_run(catalog: Catalog) -> list[Catalog]:
