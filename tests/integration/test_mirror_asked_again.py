@@ -11,6 +11,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, Retention, load_checkpoint
 from ckptmirror.core import names
+from ckptmirror.core.codec import tombstone_to_bytes
 from ckptmirror.core.errors import (
     BucketNotFound,
     CheckpointNotFound,
@@ -22,7 +23,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
     WaitTimeout,
 )
-from ckptmirror.core.model import Kind
+from ckptmirror.core.model import Kind, Tombstone
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.catalog import local_catalog
@@ -76,6 +77,24 @@ def test_i9_what_an_emptied_mirror_lost_is_sent_again_by_whoever_comes_next(tmp_
             manager.rotate()  # behind what the start asks
             manager.wait("mirrored", timeout_s=30)
     assert {info.name for info in store.list()} >= before
+
+
+def test_what_retention_removed_from_the_mirror_is_not_sent_again(tmp_path: Path) -> None:
+    url = memory_url()
+    saved_run(tmp_path / "root", (1, 2), url)
+    store = open_store(url)
+    meta = next(one for one in local_catalog(tmp_path / "root").saves.values() if one.step == 1)
+    stone = tombstone_to_bytes(Tombstone(meta.save_id, meta.step, meta.kinds, "old", "2026-01-01T00:00:00Z"))
+    _, info = store.read("meta_000001.json", limit_bytes=1_000_000)
+    store.write("meta_000001.json", stone, if_generation=info.generation, metadata=info.metadata)
+    for info in [info for info in store.list() if info.name in {artifact.path for artifact in meta.artifacts}]:
+        store.delete(info.name, generation=info.generation)
+    before = {one.name for one in store.list()}
+    assert drain(tmp_path / "root").is_verified
+    assert {one.name for one in store.list()} == before
+    with UploadsTable.open(tmp_path / "root" / names.TABLE_NAME, read_only=True) as table:
+        states = {record.step: record.state.value for record in table.records()}
+    assert states == {1: "removed", 2: "verified"}
 
 
 def test_i9_a_drain_beside_a_live_trainer_asks_too(tmp_path: Path) -> None:

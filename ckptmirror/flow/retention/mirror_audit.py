@@ -2,7 +2,7 @@
 
 Rules:
 * An object that is gone or was replaced (because the mirror was emptied, recreated, or restored from an older copy) is
-  pending again.
+  pending again, unless the mirror has a tombstone of its save: then the save is not sent again.
 * Code that reports everything as safe has asked every mirror first. A mirror that did not answer stays open and is
   asked again later, so an outage during a start cannot hide lost objects.
 """
@@ -19,7 +19,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IllegalTransition, StoreTemporary
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.flow.places.catalog import listed_among
+from ckptmirror.flow.places.catalog import listed_among, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.save_logger import save_logger
@@ -159,6 +159,14 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
         return
     there = listed_among(mirror.store, "", [record.object or record.path for record in verified])
     missed = [(r, why) for r in verified if (why := why_differs(r, there.get(r.object or r.path))) is not None]
+    removed = {
+        save_id: stone.reason
+        for step in dict.fromkeys(record.step for record, _ in missed)
+        for save_id, stone in mirror_catalog(mirror, step=step).tombstones.items()
+    }
+    for save_id in {record.save_id for record, _ in missed} & removed.keys():
+        table.remove(save_id, mirror.url, f"removed by retention: {removed[save_id]}")
+    missed = [(record, why) for record, why in missed if record.save_id not in removed]
     for record, why in missed:
         forget_verified(table, record, f"{record.object or record.path} {why}")
     if missed:
