@@ -217,6 +217,13 @@ def of_one(values: list[Any], rank: int, _world_size: int) -> Any:
 MERGED = {"experts.0.*": mean, "experts.*": of_one, "norm.running_*": mean, "norm.num_batches_tracked": of_one}
 
 
+def expected(name: str, values: list[Any], rank: int) -> Any:
+    """What MERGED makes of what the ranks have under a name."""
+    if name.startswith(("experts.0.", "norm.running_")):
+        return mean(values, rank, 0)
+    return of_one(values, rank, 0) if name.startswith(("experts.", "norm.num")) else values[0]
+
+
 def fails(values: list[Any], rank: int, world_size: int) -> Any:
     if rank == world_size - 1:
         raise ValueError("nobody knows how")

@@ -12,6 +12,7 @@ import ckptmirror
 from ckptmirror.core.model import Kind
 from tests.integration.per_rank_job import (
     everything_that_happens,
+    expected,
     mean,
     of_one,
     others,
@@ -147,12 +148,6 @@ def test_functions_merge_what_the_ranks_had_for_another_number_of_ranks(job: Job
                 values = [of and of[key] for of in states]
                 wanted = expected(name, values, rank)
                 assert same(here.get(key), wanted), (name, key)
-
-
-def expected(name: str, values: list[Any], rank: int) -> Any:
-    if name.startswith(("experts.0.", "norm.running_")):
-        return mean(values, rank, 0)
-    return of_one(values, rank, 0) if name.startswith(("experts.", "norm.num")) else values[0]
 
 
 def test_what_was_merged_is_saved_and_restored_for_each_rank(job: Job) -> None:
