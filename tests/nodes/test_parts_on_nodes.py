@@ -107,6 +107,26 @@ def test_a_part_does_not_give_way_to_what_is_left_of_a_save(tmp_path: Path) -> N
     assert meta_at(tmp_path / "a") == before
 
 
+@pytest.mark.parametrize("steps", [(1,), (1, 2)])
+@pytest.mark.parametrize(("node", "lost"), [("a", "dcp"), ("b", "model")])
+def test_a_node_that_goes_on_alone_with_a_part_takes_a_kind_that_its_mirror_has_left(
+    steps: tuple[int, ...], node: str, lost: str, tmp_path: Path
+) -> None:
+    """The part stays: it may be all that is left of the other kind."""
+    first = Job(tmp_path, "ab", steps).run()
+    last = steps[-1]
+    for path in (tmp_path / "mirror").glob(f"{lost}_{last:06d}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = meta_at(tmp_path / node, last)
+    (alone,) = Job(tmp_path, node, (last + 1,)).run()
+    assert (alone.step, alone.place, alone.failed) == (last, f"file://{tmp_path}/mirror", "")
+    assert same(alone.began, first[0].saved[last])
+    assert meta_at(tmp_path / node, last) == before
+    assert all((tmp_path / node / artifact.path).exists() for artifact in before.artifacts)
+    (again,) = Job(tmp_path, node).run()
+    assert (again.step, again.failed) == (last + 1, "")
+
+
 def test_a_save_that_lost_one_kind_on_each_node_is_passed_over_for_what_both_lost(tmp_path: Path) -> None:
     first = Job(tmp_path, "ab", (1, 2), mirrored=False).run()
     (tmp_path / "a" / "dcp_000002" / "__0_0.distcp").unlink()

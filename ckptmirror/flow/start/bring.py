@@ -39,7 +39,7 @@ from ckptmirror.core.start.explain import Notice, goes_on, with_root
 from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
-from ckptmirror.flow.places.catalog import MetaCache
+from ckptmirror.flow.places.catalog import MetaCache, local_catalog
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME, add_missing_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -58,12 +58,12 @@ class Proposal:
     """What the ranks vote on: a save, or a start at step 0 (no meta).
 
     Attributes:
-        meta: The save: in the root, where it is whole; or, where a job has several nodes, under its plain names, for
-            each node to gather what its ranks read.
+        meta: The save: in the root, where it is whole; or, where ``gathered``, under its plain names.
         mirror: The mirror that sends what nodes lack; "": no mirror has the save.
         at_place: The save's meta on that mirror, or in the persistent directory.
         share_downloads: Whether what several nodes lack is fetched from the mirror by one of them, as rank 0 has it.
         places: Which place each mirror is, by URL, as the job's leader found it: for the other nodes to compare.
+        gathered: Whether each node gathers what its ranks read beside what is in its root.
     """
 
     run_id: str
@@ -75,6 +75,7 @@ class Proposal:
     at_place: Meta | None = None
     share_downloads: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
+    gathered: bool = False
 
 
 class Bringer:
@@ -190,7 +191,7 @@ class Bringer:
                     return Proposal(run_id, skipped=tuple(self._logged), places=self._node.places())
                 case Try():
                     self._say_of_other_kinds(move)
-                    if self._others:
+                    if self._others or self._keeps_part(move):
                         self._chosen = move
                         return self._for_all_nodes(move)
                     meta = self._brought(move)
@@ -205,7 +206,18 @@ class Bringer:
         at_place = self.seen.metas.get((meta.save_id, mirror or move.place)) if mirror or move.place != DISK else None
         run_id = move.run_id or meta.run_id
         share, places = self._node.share_downloads, self._node.places()
-        return Proposal(run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place, share, places)
+        return Proposal(
+            run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place, share, places, gathered=True
+        )
+
+    def _keeps_part(self, move: Try) -> bool:
+        """Whether a mirror has only some kinds of a save, and this disk a node's part, which may be all that is left.
+
+        Only the whole save may take the place of the part. So the files that are loaded are gathered beside it.
+        """
+        if move.place not in self.seen.seen or not self.seen.metas[(move.save.save_id, move.place)].partial:
+            return False
+        return move.save.save_id in local_catalog(self._node.root).parts
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:

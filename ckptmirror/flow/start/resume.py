@@ -191,7 +191,7 @@ def _load_first_sound(
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
                 bringer.reject(proposal, found.reason, found.result, found.error, freed=freed)
-            if ranks.nodes > 1 and found.result is not Result.NOT_BROUGHT:
+            if proposal.gathered and found.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
         else:
             live: list[Summed] = []
@@ -375,7 +375,7 @@ def _verified_here(
     """
     meta = proposal.meta
     assert meta is not None
-    if ranks.nodes == 1:
+    if not proposal.gathered:
         verified = replace(meta, artifacts=meta.artifacts_of(proposal.kind))
         _vote_on_bytes(root, ranks, verified.artifacts)
         return root, verified
