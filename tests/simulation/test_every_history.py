@@ -215,7 +215,7 @@ PLANTED: dict[str, tuple[World, list[Planted]]] = {
     ),
     "a start that ended in order has failed": (
         FAILING,
-        [(decide, "quarantined", _ends_are_deaths(quarantine.quarantined))],
+        [(quarantine, "quarantined", _ends_are_deaths(quarantine.quarantined))],
     ),
     "one part is the whole save": (TORN, [(disks, "_absent", _any_part_is_all)]),
     "a part is given up although another disk may have the rest": (
