@@ -54,7 +54,7 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
         for path, leaf in placed_leaves(part) if name not in target.exclude else ():
             if merges(leaf):
                 merge(leaf.merge_state_dicts, (name, *path), place(part, path, name))
-    if "extra" not in target.exclude and len(source.ranks) != target.world_size:
+    if "extra" not in target.exclude and source.world_size != target.world_size:
         for key, function in (target.state.merge_extra or {}).items():
             merge(function, ("extra", key), f"extra.{key}")
     return source.replaced(values) if values else source

@@ -50,7 +50,7 @@ def rank_files(root: Path, meta: Meta, name_of: Callable[[int], str], rank: int 
     named = {artifact.path for artifact in meta.artifacts}
     ranks = {artifact.rank for artifact in meta.artifacts if artifact.rank is not None}  # not each below world_size:
     paths = {one: root / name_of(one) for one in ranks if one < meta.world_size and name_of(one) in named}  # 10**7 fit
-    return RankFiles(paths, rank) if paths else None
+    return RankFiles(paths, rank, world_size=meta.world_size) if paths else None
 
 
 class RankFiles:
@@ -61,15 +61,23 @@ class RankFiles:
         rank: The rank that reads: its file is the first, else that of the lowest rank.
         at: The place in the files that is seen from here as the top.
         trees: The contents by rank, as far as they were read.
+        world_size: How many ranks saved them; by default those in ``paths``. A node may have only some of the files.
     """
 
     def __init__(
-        self, paths: Mapping[int, Path], rank: int, at: TreePath = (), trees: dict[int, Any] | None = None
+        self,
+        paths: Mapping[int, Path],
+        rank: int,
+        at: TreePath = (),
+        trees: dict[int, Any] | None = None,
+        *,
+        world_size: int | None = None,
     ) -> None:
         self._paths = paths
         self._own = rank if rank in paths else min(paths)
         self._at = at
         self._trees = {} if trees is None else trees
+        self.world_size = len(paths) if world_size is None else world_size
 
     def tree(self, rank: int | None = None) -> Any:
         """Return the decoded contents of one rank's file, by default the first; None if nothing is there."""
@@ -84,16 +92,16 @@ class RankFiles:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that wrote the files."""
+        """The ranks whose files are here."""
         return sorted(self._paths)
 
     def of(self, rank: int) -> RankFiles:
         """Return the same files, of which that of ``rank`` is the first."""
-        return RankFiles(self._paths, rank, self._at, self._trees)
+        return RankFiles(self._paths, rank, self._at, self._trees, world_size=self.world_size)
 
     def below(self, key: str) -> RankFiles:
         """Return the same files, seen from what they have at ``key``."""
-        return RankFiles(self._paths, self._own, (*self._at, key), self._trees)
+        return RankFiles(self._paths, self._own, (*self._at, key), self._trees, world_size=self.world_size)
 
     def replaced(self, values: Mapping[TreePath, Any]) -> RankFiles:
         """Return the same files, seen with other values at some paths of the first one."""
@@ -101,7 +109,8 @@ class RankFiles:
         tree = self._trees[self._own]
         for path, value in values.items():
             tree = with_item(tree, (*self._at, *path), value)
-        return RankFiles(self._paths, self._own, self._at, {**self._trees, self._own: tree})
+        trees = {**self._trees, self._own: tree}
+        return RankFiles(self._paths, self._own, self._at, trees, world_size=self.world_size)
 
     def value(self, path: TreePath) -> Any:
         """Return what is at ``path`` in the first file, pieces as they are.

@@ -18,6 +18,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.faults import flip_bit
 from tests.kit.processes import run_ranks
+from tests.kit.roots import leftovers
 
 BUCKET = "load-from-mirror"
 MIB = 1 << 20
@@ -154,6 +155,7 @@ def test_what_is_loaded_from_a_mirror_is_proved_too(saved: tuple[str, TrainState
 
 
 def two_ranks(rank: int, base: Path) -> tuple[int, bool]:
+    tempfile.tempdir = str(base / "of another host")  # what one host has there, the other does not see
     state = fresh()
     for layer in state.model.values():
         fully_shard(layer)
@@ -169,6 +171,7 @@ def test_ranks_load_from_a_mirror_together(tmp_path: Path) -> None:
         manager.resume(state)
         manager.save(3, state).wait("mirrored")
     assert run_ranks(2, two_ranks, tmp_path) == [(3, True), (3, True)]
+    assert leftovers(tmp_path / "together") == []
 
 
 def sharded(optimizer: bool = True) -> TrainState:

@@ -23,7 +23,8 @@ Told = dict[int, tuple[str, ...] | str]
 
 def open_manager(base: Path, node: str, kind: Kind, *, mirrored: bool) -> CheckpointManager:
     mirrors = [f"file://{base}/mirror"] if mirrored else []
-    return CheckpointManager(base / node, mirrors, kinds=(kind,), timeout_s=WAIT_S)
+    kinds: tuple[Kind, ...] = ("dcp",) if kind == "emergency" else (kind,)
+    return CheckpointManager(base / node, mirrors, kinds=kinds, timeout_s=WAIT_S)
 
 
 def save_one(rank: int, base: Path, nodes: str, kind: Kind, mirrored: bool) -> None:
@@ -31,7 +32,10 @@ def save_one(rank: int, base: Path, nodes: str, kind: Kind, mirrored: bool) -> N
     with open_manager(base, nodes[rank], kind, mirrored=mirrored) as manager:
         manager.resume(state)
         train(state, rank, 1)
-        manager.save(1, state).wait("mirrored" if mirrored else "committed", timeout_s=WAIT_S)
+        if kind == "emergency":
+            manager.save_emergency_checkpoint(1, state)
+        else:
+            manager.save(1, state).wait("mirrored" if mirrored else "committed", timeout_s=WAIT_S)
 
 
 def load_with_faults(rank: int, base: Path, nodes: str, kind: Kind, mirrored: bool) -> Told:
@@ -78,6 +82,9 @@ def spoil(model: torch.nn.Module) -> None:
         ("abc", "aab", "", "dcp", True),
         ("ab", "aabb", "", "model", False),
         ("aab", "cdd", "", "dcp", True),
+        ("aabb", "bbaa", "", "emergency", False),
+        ("ab", "abc", "", "emergency", False),
+        ("aabb", "ab", "", "emergency", False),
     ],
 )
 def test_a_wrong_value_on_any_rank_of_any_node_is_named_on_all(

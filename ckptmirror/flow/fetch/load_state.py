@@ -5,7 +5,8 @@ It does not affect the run: it claims no attempt, writes no parent, and changes 
 Rules:
 * The leader of a node resolves the reference for its ranks. Every rank loads the same save, or none does.
 * Each rank verifies a share of the bytes before anything is loaded. A legacy checkpoint has no checksums.
-* From a mirror, each node fetches what its ranks read, once, into a temporary directory, and verifies it as it comes.
+* From a mirror, each node fetches what its ranks read, once, to a temporary directory below the root, and verifies it
+  as it comes.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ def load_state(
             found = _resolve(root, reference, options.exclude)
             if isinstance(found.dir, Path):
                 return _Found(found, found.dir, None)
-            fetch = lent.enter_context(begin_fetch(found, options.exclude & _NOT_FETCHED, with_lists=True))
+            fetch = lent.enter_context(begin_fetch(found, options.exclude & _NOT_FETCHED, with_lists=True, below=root))
             return _Found(found, fetch.root, fetch.read)
 
         at_hand = meet_until_done(ranks, get if ranks.is_leader else None, "get a checkpoint")

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, KindMismatch
-from ckptmirror.core.model import Artifact, Meta
+from ckptmirror.core.model import Artifact, Meta, new_id
 from ckptmirror.flow.fetch.blocks import receive
 from ckptmirror.flow.fetch.staging import incoming_of, wanted_artifacts
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
+from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.local import trash
+from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.stores import open_store
 
 if TYPE_CHECKING:
@@ -104,13 +107,17 @@ def fetched_parts(found: CheckpointReference, exclude: Container[str]) -> Iterat
 
 
 @contextmanager
-def begin_fetch(found: CheckpointReference, exclude: Container[str], *, with_lists: bool = False) -> Iterator[Fetch]:
+def begin_fetch(
+    found: CheckpointReference, exclude: Container[str], *, with_lists: bool = False, below: Path | None = None
+) -> Iterator[Fetch]:
     """Lend a directory with what is read of a save on a mirror, without the bytes of its shards.
 
     Args:
         found: The save; its ``dir`` is the mirror's URL.
         exclude: "optimizer" and "extra", if they are not wanted.
         with_lists: Whether the lists of tensors are.
+        below: The root below whose control directory the files come to lie, where all ranks of a node see them, on
+            whichever host they are. None: in the system's directory for temporary files (``TMPDIR``).
 
     Raises:
         CheckpointNotFound: It is gone.
@@ -131,8 +138,7 @@ def begin_fetch(found: CheckpointReference, exclude: Container[str], *, with_lis
             for one in wanted_artifacts(meta, (found.kind,), full=True)
             if is_read(one, exclude, with_lists=with_lists)
         ]
-        with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
-            root = Path(name)
+        with _temporary_directory(below) as root:
             receive_whole(mirror, meta, root, [one for one in read if not one.path.endswith(_SHARD)])
             for shard in (one for one in read if one.path.endswith(_SHARD)):
                 (root / shard.path).parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +147,22 @@ def begin_fetch(found: CheckpointReference, exclude: Container[str], *, with_lis
             yield Fetch(root, meta, replace(meta, tag="", artifacts=tuple(read)), mirror)
     finally:
         mirror.store.close()
+
+
+@contextmanager
+def _temporary_directory(below: Path | None) -> Iterator[Path]:
+    if below is None:
+        with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
+            yield Path(name)
+        return
+    made = new_id()
+    path = below / names.CONTROL_DIR / names.tmp_name(f"load-{made}", made)  # if this is killed, a start removes it
+    make_own_dir(path)
+    try:
+        yield path
+    finally:
+        trash.move_to_trash(below, path)
+        empty_trash(below)
 
 
 def receive_whole(mirror: Mirror, meta: Meta, root: Path, artifacts: Sequence[Artifact]) -> None:

@@ -36,7 +36,7 @@ from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorage
 from ckptmirror.core.model import Artifact, Kind, Meta, new_id
 from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Holding, Transfer
-from ckptmirror.core.tensor_lists import is_proof
+from ckptmirror.core.tensor_lists import is_list, is_proof
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all, receive
 from ckptmirror.flow.fetch.destination import make_real_dirs
 from ckptmirror.flow.fetch.staging import check_space, incoming_of
@@ -140,7 +140,8 @@ class View:
         self.needs: dict[str, Artifact] = {
             path: one
             for path, one in self._files.items()
-            if not path.endswith(_SHARD) and (one.rank in own or not _is_of_one_rank(path))
+            if not path.endswith(_SHARD)
+            and (one.rank in own or not _is_of_one_rank(path) or (is_list(path) and one.rank in lists))
         }
 
     def begin(self) -> Holding:
