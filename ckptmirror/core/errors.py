@@ -68,7 +68,7 @@ class CkptMirrorError(Exception):
     temporary: ClassVar[bool] = False
     lacks_room: ClassVar[bool] = False
     hint: str = "Run the same command again with --verbose and report what it prints."
-    _says_who = False
+    says_who: bool = False
 
     def __init__(self, message: str | None = None, *, hint: str | None = None) -> None:
         doc = (type(self).__doc__ or "").strip().splitlines()
@@ -80,8 +80,8 @@ class CkptMirrorError(Exception):
 
     def put_in_front(self, who: str) -> None:
         """Let the message begin with who failed, for example a rank and its node; the first call counts."""
-        if not self._says_who:
-            self._says_who = True
+        if not self.says_who:
+            self.says_who = True
             self.message = f"{who}: {self.message}"
             self.args = (self.message,)
 

@@ -209,7 +209,9 @@ class GlooRanks:
     def _exchange(self, value: T, what: str, to: Readers | Literal["all"], error: BaseException | None) -> dict[int, T]:
         broken = self._broken
         if broken is not None:
-            raise error if error is not None else type(broken)(f"{what}: the channel broke before: {broken.message}")
+            again = "Start the job again: it continues from its newest save."
+            before = type(broken)(f"{what}: the channel broke before: {broken.message}", hint=again)
+            raise error if error is not None else before
         data = b""
         if error is None:
             try:

@@ -33,6 +33,7 @@ class Failure:
     kind: str
     message: str
     hint: str
+    says_who: bool = False  # whether the message begins with who failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ def failure_of(error: BaseException) -> Failure:
     text = str(error) or type(error).__name__
     if not isinstance(error, CkptMirrorError):
         text = f"{type(error).__name__}: {text}"
-    return Failure(type(error).__name__, text[:_MESSAGE_CHARS], getattr(error, "hint", ""))
+    says_who = isinstance(error, CkptMirrorError) and error.says_who
+    return Failure(type(error).__name__, text[:_MESSAGE_CHARS], getattr(error, "hint", ""), says_who)
 
 
 def decide(reports: Sequence[Report]) -> Answer:
@@ -141,7 +143,10 @@ def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> Ck
     if not failures:
         return RankFailed(f"{what}: {answer.reason}")
     first = sorted(failures.items())[:8]
-    text = "; ".join(f"{rank_name(rank, nodes_of_ranks)} failed: {failure.message}" for rank, failure in first)
+    text = "; ".join(
+        failure.message if failure.says_who else f"{rank_name(rank, nodes_of_ranks)} failed: {failure.message}"
+        for rank, failure in first
+    )
     if len(failures) > 8:
         text += f"; and {len(failures) - 8} more ranks"
     error = RankFailed(f"{what}: {text}")

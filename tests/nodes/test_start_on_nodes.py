@@ -195,6 +195,28 @@ def test_a_part_of_a_snapshot_that_rotted_comes_back_alone(tmp_path: Path) -> No
     assert {one for one in before if one[0] == "a" and after[one] != before[one]} == set()
 
 
+@pytest.mark.parametrize(("lost", "damaged"), [("b", 0), ("a", 1)])
+@pytest.mark.parametrize("nodes", ["ab", "ba"])
+def test_what_is_damaged_in_the_persistent_directory_may_be_whole_on_another_node(
+    nodes: str, lost: str, damaged: int, tmp_path: Path
+) -> None:
+    first = Job(tmp_path, "ab", snapshot=2, kept=True).run()
+    (there,) = tmp_path.glob(f"kept/emergency_*/rank{damaged}.pt")
+    flip_bit(there)
+    shutil.rmtree(tmp_path / lost)
+    expect(Job(tmp_path, nodes, kept=True).run(), 2, str(tmp_path / "kept"), first[0])
+
+
+def test_a_snapshot_that_is_damaged_everywhere_is_passed_over(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1,), snapshot=2, kept=True).run()
+    (there,) = tmp_path.glob("kept/emergency_*/rank1.pt")
+    flip_bit(there)
+    shutil.rmtree(tmp_path / "b")
+    for one in Job(tmp_path, "ab", kept=True).run():
+        assert (one.step, one.failed) == (1, "")
+        assert "no node has emergency_step_000002" in one.passed_over
+
+
 def parts_here(base: Path) -> dict[tuple[str, str], int]:
     """The inode of each file of a snapshot, by node and name."""
     return {(path.parent.parent.name, path.name): path.stat().st_ino for path in base.glob("[a-d]/emergency_*/*")}

@@ -209,7 +209,8 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         root: The local root.
         directory: The persistent directory.
         meta: The whole snapshot.
-        ranks: The ranks whose parts are brought; None for all.
+        ranks: The ranks whose parts are brought, as far as the copy has them as they were saved: another node may have
+            the others. None: all, or it is an error.
 
     Raises:
         IntegrityError: The copy does not have the bytes that were saved.
@@ -236,6 +237,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         empty_trash(root)
     make_own_dir(temporary)
     guard = hang_guard(directory)
+    broken: set[int | None] = set()
 
     def bring(one: Artifact) -> None:
         target = temporary / Path(one.path).name
@@ -243,10 +245,20 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
             with contextlib.suppress(OSError):  # a file system without links
                 os.link(root / one.path, target, follow_symlinks=False)
                 return
-        guard.call(partial(_copy, directory, target, one, meta), size_bytes=one.digest.size_bytes)
+        try:
+            guard.call(partial(_copy, directory, target, one, meta), size_bytes=one.digest.size_bytes)
+        except IntegrityError as error:
+            if ranks is None or is_not_readable_now(error.__cause__):
+                raise
+            save_logger(_log, meta, rank=one.rank).warning("step %d: not copied back: %s", meta.step, error)
+            broken.add(one.rank)
 
     try:
         run_jobs(brought.artifacts, bring, name="ckptmirror-bring", workers=_WORKERS)
+        for one in brought.artifacts:
+            if one.rank in broken:
+                (temporary / Path(one.path).name).unlink(missing_ok=True)
+        brought = replace(brought, artifacts=tuple(one for one in brought.artifacts if one.rank not in broken))
         for path in meta_paths(brought):
             data = guard.call(partial(files.read_limited, directory / path, META_LIMIT_BYTES))
             files.write_bytes(temporary / Path(path).name, data, save_id=meta.save_id)
@@ -257,6 +269,10 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
                 hint="Make it readable, or go back to an older save with policy=<step>.",
             ) from error
         raise
+    if not brought.artifacts:
+        trash.move_to_trash(root, temporary)
+        empty_trash(root)
+        return
     if os.path.lexists(root / name):
         trash.move_to_trash(root, root / name)
     directories.publish_dir(temporary, root / name)
