@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,14 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from ckptmirror import CheckpointManager, TrainState, load_checkpoint
-from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, LoadDiffers, UsageError
+from ckptmirror.core.errors import (
+    CheckpointNotFound,
+    IntegrityError,
+    LoadDiffers,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    UsageError,
+)
 from ckptmirror.core.model import Kind
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.faults import flip_bit
@@ -110,6 +119,26 @@ def test_what_is_not_there_and_what_cannot_be_left_out_is_said(saved: tuple[str,
         load_checkpoint(f"{saved[0]}/model_000009.pt")
     with pytest.raises(UsageError, match="'model'"):
         load_checkpoint(saved[0], exclude=("model",))
+
+
+@pytest.mark.parametrize("inodes", range(3, 9))
+def test_a_full_directory_for_temporary_files_is_said(
+    inodes: int,
+    saved: tuple[str, TrainState],
+    mounted: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(mounted(f"size=64m,nr_inodes={inodes}")))
+    with contextlib.suppress(LocalStorageFull):
+        load_checkpoint(f"{saved[0]}/dcp_000007", exclude=("optimizer",))
+
+
+def test_no_directory_for_temporary_files_is_said(
+    saved: tuple[str, TrainState], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(LocalStorageUnwritable, match=r"gone"):
+        load_checkpoint(f"{saved[0]}/dcp_000007")
 
 
 # -- into live objects -----------------------------------------------------------------------------------------------

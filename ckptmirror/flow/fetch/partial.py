@@ -27,6 +27,7 @@ from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.local import trash
 from ckptmirror.local.own_files import make_own_dir
+from ckptmirror.local.storage_errors import explained
 from ckptmirror.stores import open_store
 
 if TYPE_CHECKING:
@@ -141,9 +142,10 @@ def begin_fetch(
         with _temporary_directory(below) as root:
             receive_whole(mirror, meta, root, [one for one in read if not one.path.endswith(_SHARD)])
             for shard in (one for one in read if one.path.endswith(_SHARD)):
-                (root / shard.path).parent.mkdir(parents=True, exist_ok=True)
-                (root / shard.path).touch()
-                os.truncate(root / shard.path, shard.digest.size_bytes)
+                with explained("write", root / shard.path):
+                    (root / shard.path).parent.mkdir(parents=True, exist_ok=True)
+                    (root / shard.path).touch()
+                    os.truncate(root / shard.path, shard.digest.size_bytes)
             yield Fetch(root, meta, replace(meta, tag="", artifacts=tuple(read)), mirror)
     finally:
         mirror.store.close()
@@ -152,7 +154,9 @@ def begin_fetch(
 @contextmanager
 def _temporary_directory(below: Path | None) -> Iterator[Path]:
     if below is None:
-        with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
+        with explained("make a directory in", Path(tempfile.tempdir or os.environ.get("TMPDIR", "/tmp"))):
+            directory = tempfile.TemporaryDirectory(prefix="ckptmirror-")
+        with directory as name:
             yield Path(name)
         return
     made = new_id()
@@ -168,7 +172,8 @@ def _temporary_directory(below: Path | None) -> Iterator[Path]:
 def receive_whole(mirror: Mirror, meta: Meta, root: Path, artifacts: Sequence[Artifact]) -> None:
     """Fetch some files of a save whole, under their names in ``root``."""
     for artifact in artifacts:
-        (root / artifact.path).parent.mkdir(parents=True, exist_ok=True)
+        with explained("write", root / artifact.path):
+            (root / artifact.path).parent.mkdir(parents=True, exist_ok=True)
     incoming = incoming_of(mirror, meta, artifacts, lambda path: root / path)
     whole = [replace(one, ranges=(range(one.source.digest.size_bytes),)) for one in incoming]
     receive(whole, on_bytes=lambda _received, _kept: None)
