@@ -82,7 +82,9 @@ class PartsThere:
     def problem(self) -> Problem:
         """What is wrong, for a listing."""
         there = f"{self.nodes} nodes saved it, and it waits for {self.awaited}"
-        return Problem(f"{there}: `ckptmirror drain` there finishes it", self.step)
+        all_there = "`ckptmirror drain` on any of them does it, or says what is damaged"
+        drains = "`ckptmirror drain` there finishes it" if self.absent(1) else all_there
+        return Problem(f"{there}: {drains}", self.step)
 
     @property
     def awaited(self) -> str:

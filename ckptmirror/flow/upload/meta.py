@@ -274,7 +274,7 @@ class MetaUpload(Sending):
                 raise self._not_ours(name, str(error)) from error
             except IntegrityError as error:
                 if name == own:
-                    raise self._say_what_to_delete([name]) from error
+                    raise self._say_what_to_delete([name], f"This node's part of step {mine.step}") from error
                 raise NodeBehind(damaged_part_text(name, self._context.mirror.url)) from error
             try:
                 check_same_save([mine, found[name]])

@@ -115,14 +115,19 @@ class Sending:
         owner = info.metadata.get("ckptmirror-save")
         return owner == meta.save_id if owner else info.name == names.tagged(names.untagged(info.name), meta.save_id)
 
-    def _say_what_to_delete(self, damaged: Sequence[str]) -> StorePermanent:
-        """Return the error for a file that is damaged under every name: a person must delete it before it is resent."""
+    def _say_what_to_delete(self, damaged: Sequence[str], what: str = "") -> StorePermanent:
+        """Return the error for what is damaged under every name: a person must delete it before it is resent.
+
+        Args:
+            damaged: The names.
+            what: What is damaged; "" for the file.
+        """
         mirror, folder = self._context.mirror, self._store.local_directory
         urls = [f"{mirror.url}/{name}" for name in damaged]
         at = urls if folder is None else [str(folder / name) for name in damaged]
         commands = "`, `".join(delete_command(one) or one for one in at)
         return StorePermanent(
-            f"{self._record.path} is damaged on {mirror.url} under every name that it may have: "
+            f"{what or self._record.path} is damaged on {mirror.url} under every name that it may have: "
             f"{', '.join(urls)}. ckptmirror never replaces an object. Delete it: `{commands}`; "
             f"then `ckptmirror retry --root {quote(str(self._context.root))}` sends it again."
         )
