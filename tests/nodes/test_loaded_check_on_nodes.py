@@ -38,12 +38,12 @@ def save_one(rank: int, base: Path, nodes: str, kind: Kind, mirrored: bool) -> N
             manager.save(1, state).wait("mirrored" if mirrored else "committed", timeout_s=WAIT_S)
 
 
-def load_with_faults(rank: int, base: Path, nodes: str, kind: Kind, mirrored: bool) -> Told:
+def load_with_faults(rank: int, base: Path, nodes: str, kind: Kind, mirrored: bool, wrapped: str = "fsdp") -> Told:
     """Resume once for each rank that loads a wrong value, and last without any."""
     told: Told = {}
     load = resume.load_kind
     for victim in (*range(len(nodes)), -1):
-        state = built("fsdp")
+        state = built(wrapped)
 
         def wrong(*args: Any, victim: int = victim, state: TrainState = state) -> Any:
             report = load(*args)
@@ -100,6 +100,22 @@ def test_a_wrong_value_on_any_rank_of_any_node_is_named_on_all(
         for victim, message in told.items():
             assert "memory does not hold what was saved: model." in message
             assert len(before) != len(after) or f"(rank {victim})" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost", "mirrored"),
+    [("dcp", "", False), ("model", "", False), ("dcp", "b", True), ("emergency", "", False)],
+)
+def test_a_wrong_value_is_named_where_the_same_ranks_cut_it_otherwise(
+    kind: Kind, lost: str, mirrored: bool, tmp_path: Path
+) -> None:
+    """Rank 0 needs the lists of the other nodes then."""
+    run_ranks(2, save_one, tmp_path, "ab", kind, mirrored, limit_s=3 * WAIT_S)
+    for node in lost:
+        shutil.rmtree(tmp_path / node)
+    for told in run_ranks(2, load_with_faults, tmp_path, "ab", kind, mirrored, "ddp", limit_s=3 * WAIT_S):
+        assert told.pop(-1) == ()
+        assert all("memory does not hold what was saved: model." in message for message in told.values())
 
 
 @pytest.mark.parametrize("how", ["lost", "damaged"])

@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -85,6 +85,7 @@ def check_loaded(
     ranks: Ranks,
     report: LoadReport,
     rules: NameRules = ALL_NAMES,
+    bring_lists: Callable[[], Meta] | None = None,
 ) -> Checked:
     """Compare the live tensors of all ranks with the lists of a save.
 
@@ -96,6 +97,8 @@ def check_loaded(
         ranks: All ranks of the job.
         report: What this rank loaded.
         rules: Which of the model's tensors it loaded, and under which names.
+        bring_lists: Called by all ranks if tensors are cut otherwise: brings the lists of all to rank 0, if it lacks
+            some, and returns the save with them.
 
     Raises:
         LoadDiffers: A tensor is not what was saved; names it. Raised on every rank.
@@ -130,6 +133,8 @@ def check_loaded(
     differ = [(rank, name) for rank, one in enumerate(verdicts) for name in one.differ]
     not_compared, not_read = 0, [why for one in verdicts for why in one.not_read]
     if not differ and any(one.is_open for one in verdicts):
+        if bring_lists is not None:
+            lists = lists_of(bring_lists(), kind)
         is_cut = set(found.cut_otherwise)
 
         def pieces() -> tuple[tuple[str, ...], list[Summed]]:

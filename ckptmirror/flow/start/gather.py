@@ -195,6 +195,12 @@ class View:
             path: one for path, one in self._files.items() if paths is None or path in paths or path in self.needs
         }
 
+    def need_lists(self, ranks: Collection[int]) -> None:
+        """Add the lists of tensors of these ranks to what the view has to have."""
+        lists = {path: one for path, one in self._all.items() if is_list(path) and one.rank in ranks}
+        self._files |= lists
+        self.needs |= lists
+
     def got(self, paths: Iterable[str]) -> None:
         """Note that these files are in the view now."""
         self._has.update(paths)

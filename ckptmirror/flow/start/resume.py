@@ -17,6 +17,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -184,7 +185,7 @@ def _load_first_sound(
             return proposal, None, []
         try:
             whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()
-            place, verified = _verified_here(root, ranks, node, proposal, target, whose_lists)
+            place, verified, view = _verified_here(root, ranks, node, proposal, target, whose_lists)
             load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
             report = _load_together(load, ranks, verified, state, options)
         except _CannotUse as found:
@@ -196,20 +197,21 @@ def _load_first_sound(
         else:
             live: list[Summed] = []
             if options.verify_loaded and not lost_lists(proposal.meta):
-                live, not_compared = check_loaded(place, verified, proposal.kind, state, ranks, report, options.rules)
+                bring = functools.partial(_all_lists, ranks, node, proposal, view) if view is not None else None
+                live, not_compared = check_loaded(
+                    place, verified, proposal.kind, state, ranks, report, options.rules, bring
+                )
                 report = replace(report, missing=report.missing + not_compared)
             return proposal, report, live
 
 
 def _lists_to_read(ranks: Ranks, proposal: Proposal) -> frozenset[int]:
-    """Return the ranks whose lists of tensors this node reads; rank 0 puts together what is cut for other ranks."""
+    """Return the ranks whose lists of tensors this node reads first; see :func:`_all_lists`."""
     meta, at_place = proposal.meta, proposal.at_place
     assert meta is not None
     if lost_lists(meta) or (at_place is not None and lost_lists(at_place)):
         return frozenset()
-    if meta.world_size == ranks.world_size:
-        return frozenset(ranks.node_ranks)
-    return frozenset(range(meta.world_size) if 0 in ranks.node_ranks else {0, *ranks.node_ranks})
+    return frozenset(ranks.node_ranks if meta.world_size == ranks.world_size else {0, *ranks.node_ranks})
 
 
 class _CannotUse(Exception):
@@ -365,8 +367,10 @@ def _verified_here(
     proposal: Proposal,
     target: LoadTarget,
     whose_lists: frozenset[int],
-) -> tuple[Path, Meta]:
+) -> tuple[Path, Meta, View | None]:
     """Return where a node has what its ranks read, and the save with these files alone, once all ranks verified theirs.
+
+    The view is returned where these files were gathered.
 
     Where nodes share a download and that goes wrong, the mirror's copy may still be good: each then fetches for itself.
 
@@ -378,7 +382,7 @@ def _verified_here(
     if not proposal.gathered:
         verified = replace(meta, artifacts=meta.artifacts_of(proposal.kind))
         _vote_on_bytes(root, ranks, verified.artifacts)
-        return root, verified
+        return root, verified, None
     try:
         view = _gather(root, ranks, node, proposal, target, whose_lists)
         read = tuple(view.needs.values())
@@ -396,7 +400,21 @@ def _verified_here(
         _discard_all(root, ranks, node, meta)
         proposal = replace(proposal, share_downloads=False)
         return _verified_here(root, ranks, node, proposal, target, whose_lists)
-    return view.path, replace(meta, artifacts=read)
+    return view.path, replace(meta, artifacts=read), view
+
+
+def _all_lists(ranks: Ranks, node: Node | None, proposal: Proposal, view: View) -> Meta:
+    """Bring the lists of tensors of all ranks of a save to the node of rank 0, and return what a node has then.
+
+    If that fails, the load goes on: what could not be compared is said.
+    """
+    meta = proposal.meta
+    assert meta is not None
+    if 0 in ranks.node_ranks:
+        view.need_lists(range(meta.world_size))
+    with contextlib.suppress(_CannotUse):
+        _complete(ranks, node, proposal, view, view.look)
+    return replace(meta, artifacts=tuple(view.needs.values()))
 
 
 def _check_all(ranks: Ranks, found: Mapping[int, Gathered]) -> None:
