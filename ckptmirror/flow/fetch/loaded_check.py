@@ -97,8 +97,8 @@ def check_loaded(
         ranks: All ranks of the job.
         report: What this rank loaded.
         rules: Which of the model's tensors it loaded, and under which names.
-        bring_lists: Called by all ranks if tensors are cut otherwise: brings the lists of all to rank 0, if it lacks
-            some, and returns the save with them.
+        bring_lists: Called by all ranks if rank 0 lacks lists for tensors that are cut otherwise: brings the lists of
+            all ranks of the save to it, and returns the save with them.
 
     Raises:
         LoadDiffers: A tensor is not what was saved; names it. Raised on every rank.
@@ -133,8 +133,6 @@ def check_loaded(
     differ = [(rank, name) for rank, one in enumerate(verdicts) for name in one.differ]
     not_compared, not_read = 0, [why for one in verdicts for why in one.not_read]
     if not differ and any(one.is_open for one in verdicts):
-        if bring_lists is not None:
-            lists = lists_of(bring_lists(), kind)
         is_cut = set(found.cut_otherwise)
 
         def pieces() -> tuple[tuple[str, ...], list[Summed]]:
@@ -154,6 +152,9 @@ def check_loaded(
             return differ, len(whole.cut_otherwise) if lacks_lists else 0, tuple(unread)
 
         names, not_compared, why = exchange_result(ranks, compare_all, what="compare the tensors cut otherwise")[0]
+        if not_compared and bring_lists is not None:
+            lists = lists_of(bring_lists(), kind)
+            names, not_compared, why = exchange_result(ranks, compare_all, what="compare them with all lists")[0]
         differ = [(-1, name) for name in names]
         not_read += why
     if differ:
