@@ -27,6 +27,7 @@ from ckptmirror.local.storage_errors import disk_error, explained
 
 __all__ = [
     "absolute_dir",
+    "exchange_dirs",
     "fsync_dir",
     "fsync_file",
     "fsync_tree",
@@ -38,6 +39,7 @@ __all__ = [
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_RENAME_EXCHANGE = 2
 _NOT_OFFERED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -175,7 +177,7 @@ def rename_noreplace(source: Path, target: Path, *, label: str = "file.publish")
 def _rename_noreplace(source: Path, target: Path, label: str) -> None:
     try:
         with crashpoints.around(label):
-            _renameat2(source, target)
+            _renameat2(source, target, _RENAME_NOREPLACE)
     except OSError as error:
         if error.errno not in _NOT_OFFERED:
             raise
@@ -185,11 +187,11 @@ def _rename_noreplace(source: Path, target: Path, label: str) -> None:
             _link_and_unlink(source, target, label)
 
 
-def _renameat2(source: Path, target: Path) -> None:
+def _renameat2(source: Path, target: Path, flags: int) -> None:
     if not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     ctypes.set_errno(0)
-    answer = _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE)
+    answer = _libc.renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags)
     if answer != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(source), None, str(target))
@@ -222,10 +224,34 @@ def publish_dir(temporary: Path, final: Path) -> None:
         NameTaken: ``final`` exists; nothing was changed.
         IntegrityError: The device failed; nothing was published.
     """
-    for directory, _, _ in os.walk(temporary, topdown=False, followlinks=False):
-        fsync_dir(Path(directory))
+    _fsync_dirs(temporary)
     rename_noreplace(temporary, final, label="dir.publish")
     fsync_dir(final.parent)
+
+
+def exchange_dirs(temporary: Path, final: Path) -> bool:
+    """Let a complete directory and the one that has its final name exchange their names, in one step and durably.
+
+    Its files must be fsynced already.
+
+    Returns:
+        Whether the file system can do that; if not, nothing was changed.
+    """
+    _fsync_dirs(temporary)
+    try:
+        with crashpoints.around("dir.exchange"):
+            _renameat2(temporary, final, _RENAME_EXCHANGE)
+    except OSError as error:
+        if error.errno in _NOT_OFFERED:
+            return False
+        raise disk_error(error, "replace", final) from error
+    fsync_dir(final.parent)
+    return True
+
+
+def _fsync_dirs(top: Path) -> None:
+    for directory, _, _ in os.walk(top, topdown=False, followlinks=False):
+        fsync_dir(Path(directory))
 
 
 def replace_link(link: Path, target: str) -> None:

@@ -40,7 +40,7 @@ from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_cata
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.commit import stray_below
 from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
-from ckptmirror.local import checksummed_writer, directories, files, trash
+from ckptmirror.local import checksummed_writer, crashpoints, directories, files, trash
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.direct_io import kept_buffer
@@ -242,9 +242,12 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
     def bring(one: Artifact) -> None:
         target = temporary / Path(one.path).name
         if one.rank in kept:
-            with contextlib.suppress(OSError):  # a file system without links
-                os.link(root / one.path, target, follow_symlinks=False)
-                return
+            try:
+                with crashpoints.around("snapshot.link"):
+                    os.link(root / one.path, target, follow_symlinks=False)
+            except OSError:  # a file system without links
+                _copy(root, target, one, meta)
+            return
         try:
             guard.call(partial(_copy, directory, target, one, meta), size_bytes=one.digest.size_bytes)
         except IntegrityError as error:
@@ -257,7 +260,8 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         run_jobs(brought.artifacts, bring, name="ckptmirror-bring", workers=_WORKERS)
         for one in brought.artifacts:
             if one.rank in broken:
-                (temporary / Path(one.path).name).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    trash.move_to_trash(root, temporary / Path(one.path).name)
         brought = replace(brought, artifacts=tuple(one for one in brought.artifacts if one.rank not in broken))
         for path in meta_paths(brought):
             data = guard.call(partial(files.read_limited, directory / path, META_LIMIT_BYTES))
@@ -273,9 +277,13 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         trash.move_to_trash(root, temporary)
         empty_trash(root)
         return
-    if os.path.lexists(root / name):
+    if not os.path.lexists(root / name):
+        directories.publish_dir(temporary, root / name)
+    elif directories.exchange_dirs(temporary, root / name):  # parts that are kept may be whole nowhere else
+        trash.move_to_trash(root, temporary)
+    else:
         trash.move_to_trash(root, root / name)
-    directories.publish_dir(temporary, root / name)
+        directories.publish_dir(temporary, root / name)
     with contextlib.suppress(NameTaken):  # the snapshot was taken on this disk, so the note exists
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)

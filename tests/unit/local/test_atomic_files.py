@@ -119,6 +119,15 @@ def test_a_directory_is_published_only_under_a_free_name(tmp_path: Path, either_
             assert names(tmp_path) == ["dcp_000200"]
 
 
+def test_directories_exchange_their_names_in_one_step_or_not_at_all(tmp_path: Path, either_rename: None):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "says").write_text(name)
+    does = directories.exchange_dirs(tmp_path / "new", tmp_path / "old")
+    assert (tmp_path / "old" / "says").read_text() == ("new" if does else "old")
+    assert (tmp_path / "new" / "says").read_text() == ("old" if does else "new")
+
+
 def test_even_an_empty_directory_is_a_taken_name(tmp_path: Path, either_rename: None):
     (tmp_path / "source").mkdir()
     (tmp_path / "target").mkdir()
