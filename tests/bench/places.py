@@ -38,8 +38,11 @@ def describe_disk(directory: Path) -> str:
     return found + {"1": " on a spinning disk", "0": " on a solid-state disk"}.get(kinds[0] if kinds else "", "")
 
 
-def transformer_state(size_bytes: int) -> TrainState:
-    """Return a model and its AdamW with moments, of ``size_bytes`` in all, shaped like a small language model."""
+def transformer_state(size_bytes: int, *, stepped: bool = True) -> TrainState:
+    """Return a model and its AdamW, of ``size_bytes`` with moments, shaped like a small language model.
+
+    Unless it has ``stepped``, the optimizer has no moments yet, as in a process that has just started.
+    """
     width = 768 if size_bytes >= 256 * 2**20 else 128
     block_bytes = 12 * (12 * width * width + 13 * width)  # float32, times parameter and two moments
     blocks = max((size_bytes - size_bytes // 16) // block_bytes, 1)
@@ -51,10 +54,11 @@ def transformer_state(size_bytes: int) -> TrainState:
         }
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    if stepped:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return TrainState(model=model, optimizer=optimizer)
 
 
