@@ -32,7 +32,15 @@ from ckptmirror.arguments import (
 )
 from ckptmirror.core import events, signing
 from ckptmirror.core.command_changes import checked_wins
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ConfigError, DeadlinePassed, UsageError, WaitTimeout
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    CkptMirrorError,
+    ConfigError,
+    DeadlinePassed,
+    NoTable,
+    UsageError,
+    WaitTimeout,
+)
 from ckptmirror.core.load_options import LoadOptions, checked_parts
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.name_rules import Rename, name_rules, parts_alone
@@ -49,7 +57,7 @@ from ckptmirror.flow.start.disk_room import say_if_disk_is_small
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.start.resume_policy import Policy
-from ckptmirror.flow.status import Status, is_mirrored, read_status
+from ckptmirror.flow.status import Status, is_mirrored, is_on_mirrors, read_status
 from ckptmirror.formats.train_state import check_is_state, check_state
 from ckptmirror.local.directories import absolute_dir
 from ckptmirror.local.keys import use_keys
@@ -68,7 +76,8 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("ckptmirror")
-_POLL_S, _LEAVING_SAVE_S, _LEAVING_TELL_S = 0.2, 60.0, 10.0
+_POLL_S, _ASK_MIRROR_EVERY_S = 0.2, 5.0
+_LEAVING_SAVE_S, _LEAVING_TELL_S = 60.0, 10.0
 
 
 class CheckpointManager:
@@ -146,6 +155,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._skipped: list[SaveHandle] = []  # for lack of room
         self._snapshot_step = -1
+        self._table_is_here = True
         self._torn: frozenset[str] = frozenset()  # saves that wait for nodes which are not of this job
         self._unchanged: UnchangedCheck | None = None
         self._closed = False
@@ -434,7 +444,11 @@ class CheckpointManager:
     # -- look -----------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Return what is saved and what is not yet safe. Reads only this node's disk."""
+        """Return what is saved and what is not yet safe. Reads only this node's disk.
+
+        Raises:
+            NoTable: Several hosts mount the root, and the pending-uploads table is on another one, that of the leader.
+        """
         return read_status(self.root, state_dir=self._state_dir)
 
     def wait(self, until: Literal["committed", "mirrored"] = "mirrored", timeout_s: float = DEFAULT_WAIT_S) -> None:
@@ -451,7 +465,7 @@ class CheckpointManager:
         raise_skipped(self._skipped)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
             at = f"--root {quote(str(self.root))}"
-            if failed := self.status().failed_files:
+            if failed := self.status().failed_files if self._table_is_here else 0:
                 why = f"Not everything is mirrored, and {failed} upload{'s' if failed > 1 else ''} failed for good."
                 then = f"`ckptmirror status {at}` says why; fix the cause, then `ckptmirror retry {at}`."
                 raise DeadlinePassed(why, hint=then)
@@ -482,9 +496,7 @@ class CheckpointManager:
         if self._is_inherited:
             return
         if self._freed:
-            if self._left_pending is not None and not is_mirrored(
-                self.root, None, self._state_dir, self._urls, besides=self._torn
-            ):
+            if self._left_pending is not None and not self._is_mirrored(None):
                 raise self._left_pending
             return
         if stop is not None and not isinstance(stop, StopRequest):
@@ -594,11 +606,21 @@ class CheckpointManager:
                 raise AttemptFenced(reason)
             return is_mirrored_now
         deadline = time.monotonic() + timeout_s
-        while not is_mirrored(self.root, save_id, self._state_dir, self._urls, besides=self._torn):
+        while not self._is_mirrored(save_id):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S if self._table_is_here else _ASK_MIRROR_EVERY_S)
         return True
+
+    def _is_mirrored(self, save_id: str | None) -> bool:
+        if self._table_is_here:
+            try:
+                return is_mirrored(self.root, save_id, self._state_dir, self._urls, besides=self._torn)
+            except NoTable:
+                if self._node is not None:
+                    raise
+                self._table_is_here = False  # but on another host, which mounts this root too
+        return is_on_mirrors(self.root, save_id, self._specs, besides=self._torn)
 
     def _started(self) -> Saver:
         self._check_open()

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.core.uncommitted import Uncommitted
-from ckptmirror.flow.places.catalog import local_catalog
-from ckptmirror.flow.places.mirrors import counting_rows
+from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, counting, counting_rows
 from ckptmirror.flow.places.select import lineage_of, quarantined_in
 from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
@@ -25,10 +26,10 @@ from ckptmirror.flow.save.persistent_dir import copy_of, with_kept
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord
-from ckptmirror.stores import normalise_url
+from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
 
-__all__ = ["AwaitedSave", "SaveLine", "Status", "is_mirrored", "read_awaited", "read_status"]
+__all__ = ["AwaitedSave", "SaveLine", "Status", "is_mirrored", "is_on_mirrors", "read_awaited", "read_status"]
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,32 @@ def is_mirrored(
             now = durability(table, metas, counting_rows(rows))
             return not now.unasked and all(one.save_id in besides for one in now.open)
         return not open_saves(table, metas, counting_rows(rows), [save_id])
+
+
+def is_on_mirrors(
+    root: Path, save_id: str | None, specs: Sequence[MirrorSpec], *, besides: Collection[str] = ()
+) -> bool:
+    """The same as :func:`is_mirrored` asked of the mirrors: for a host that mounts the root and has not its table.
+
+    Raises:
+        NotAuthorised: A mirror does not accept the credentials.
+    """
+    wanted = {save_id}
+    if save_id is None:
+        here = local_catalog(root).with_parts()
+        current = lineage_of(here).standing_by_save()
+        wanted = {one for one in here.whole if current[one] == "current" and not is_emergency(here.whole[one])}
+    for url in counting((spec.url, spec.required) for spec in specs):
+        mirror = Mirror(url, False, open_store(url))
+        try:
+            there = mirror_catalog(mirror, with_attempts=False)
+        except StoreTemporary:
+            return False
+        finally:
+            mirror.store.close()
+        if not wanted - set(besides) <= there.whole.keys() | there.tombstones.keys():
+            return False
+    return True
 
 
 def read_status(root: Path, state_dir: Path | None = None) -> Status:

@@ -51,10 +51,13 @@ class _Note:
     Attributes:
         host: The machine that wrote it, for people: machines change their names, and disks their machines.
         path: Absolute.
+        inode: Of the table's file. Another host that mounts the root may have an old table of its own at this path. 0:
+            not known.
     """
 
     host: str
     path: str
+    inode: int = 0
 
 
 def table_path(root: Path, state_dir: Path | None = None) -> Path:
@@ -69,12 +72,7 @@ def table_path(root: Path, state_dir: Path | None = None) -> Path:
         note = _read_note(root)
         if note is None:
             return inside
-        if not Path(note.path).exists():
-            raise NoTable(
-                f"The pending-uploads table of {root} is in {note.path} on {note.host}; there is none here.",
-                hint="Use the machine that has it. If it is lost, start the trainer with its state_dir: the table is "
-                "rebuilt from disk and mirrors.",
-            )
+        _check_here(root, note)
         return Path(note.path)
     wanted = state_dir.absolute() / inside.name
     try:
@@ -169,6 +167,8 @@ def _known_path(root: Path, state_dir: Path | None) -> Path:
         NoTable: There is none; the message says what the directory is instead.
     """
     path = table_path(root, state_dir)
+    if state_dir is not None and (note := _read_note(root)) is not None:
+        _check_here(root, note)
     if path.exists():
         return path
     if not root.is_dir():
@@ -200,6 +200,29 @@ def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
         raise
 
 
+def _check_here(root: Path, note: _Note) -> None:
+    """Check that the file at the noted path is the noted table.
+
+    Raises:
+        NoTable: It is on another machine.
+    """
+    here = _inode(Path(note.path))
+    if not here or note.inode not in (0, here):
+        raise NoTable(
+            f"The pending-uploads table of {root} is in {note.path} on {note.host}; "
+            + ("what this machine has there is another one." if here else "there is none here."),
+            hint="Use the machine that has it. If it is lost, start the trainer with its state_dir: the table is "
+            "rebuilt from disk and mirrors.",
+        )
+
+
+def _inode(path: Path) -> int:
+    """Return a file's inode; 0 if it does not exist."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), permitted(path):
+        return path.stat().st_ino
+    return 0
+
+
 def _tells_of(path: Path, root: Path) -> bool:
     """Whether a table exists and is this root's; True also if it cannot be read."""
     if not path.exists():
@@ -219,6 +242,8 @@ def _read_note(root: Path) -> _Note | None:
             note = _Note(**json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES)))
         if not isinstance(note.host, str) or not Path(note.path).is_absolute():
             raise ValueError("it holds no absolute path")
+        if not isinstance(note.inode, int):
+            raise ValueError(f"its inode is {note.inode!r}")
         if Path(note.path).name != Path(names.TABLE_NAME).name:
             raise ValueError(f"a table's file is always named {Path(names.TABLE_NAME).name}")
         raw = os.fsencode(note.path)
@@ -245,7 +270,7 @@ def note_place(root: Path, path: Path) -> None:
             trash.move_to_trash(root, note_path)
             directories.fsync_dir(note_path.parent)
         return
-    note = _Note(socket.gethostname(), str(path))
+    note = _Note(socket.gethostname(), str(path), _inode(path))
     with contextlib.suppress(ConfigError):
         if _read_note(root) == note:
             return

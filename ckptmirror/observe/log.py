@@ -55,7 +55,7 @@ LINES: Mapping[type[events.Event], tuple[int, str]] = {
     events.SaveRotated: (logging.INFO, "step %(step)d: deleted locally: %(reason)s"),
     events.RotationRefused: (
         logging.WARNING,
-        "step %(step)d: kept: %(reason)s; `ckptmirror status%(at_root)s` says what it waits for",
+        "step %(step)d: kept: %(reason)s; `ckptmirror status%(at_root)s` lists what is not safe",
     ),
     events.SaveGone: (logging.DEBUG, "step %(step)d: removed before it was mirrored: %(reason)s"),
     events.SaveQuarantined: (logging.DEBUG, "step %(step)d: quarantined: %(reason)s"),

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ckptmirror import CheckpointManager, load_checkpoint, stage_checkpoint_step
-from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, RefusedOnlyCopy
+from ckptmirror import CheckpointManager, TrainState, load_checkpoint, stage_checkpoint_step
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, DeadlinePassed, RefusedOnlyCopy
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.start.rewind import plan_rewind
+from ckptmirror.flow.status import read_status
+from ckptmirror.local.table_place import open_known_table
 from tests.kit.cli import run
 from tests.kit.training import same
 from tests.nodes.jobs import Job, built, whole
@@ -39,6 +42,24 @@ def test_a_save_that_is_staged_into_the_root_of_a_node_is_whole_there(tmp_path: 
     for rank, found in enumerate(again):
         assert (found.step, found.failed, found.extra) == (2, "", {"seen": (rank, 2)})
     assert {one.path for one in meta_at(tmp_path / "other").artifacts} == {one.path for one in staged.artifacts}
+
+
+def test_a_refused_start_without_the_mirror_of_a_staged_copy_does_not_make_the_table_forget_it(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, 2))
+    job.run()
+    root, other = tmp_path / "b", [f"file://{tmp_path}/other"]
+    stage_checkpoint_step(job.url, dest=root, step=2, full=True)
+    manager = CheckpointManager(root, other)
+    with pytest.raises(CkptMirrorError):
+        manager.resume(TrainState(model=torch.nn.Linear(2, 2)), policy="scratch")
+    with pytest.raises(DeadlinePassed) as unsent:
+        manager.close()
+    assert "no sound record" not in str(unsent.value)
+    with open_known_table(root, read_only=True) as table:
+        paths = {one.path for one in table.records(save_id=meta_at(root).save_id, mirror=job.url)}
+    assert paths >= {one.path for one in meta_at(root).artifacts}
+    assert run("drain", "--root", root).returncode == 0
+    assert read_status(root).is_mirrored(None)
 
 
 def test_i1_a_node_that_sent_metadata_under_another_name_deletes_its_part_once_the_one_in_the_meta_is_right(
@@ -96,6 +117,23 @@ def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None
     with pytest.raises(CheckpointNotFound, match="only a part of step 1: node 0 of 2 nodes") as refused:
         load_checkpoint(root / "dcp_000001")
     assert "ckptmirror stage --step 1" in refused.value.hint
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("lost", ["dcp", "model"])
+def test_a_rewind_of_one_node_to_a_save_that_lost_a_kind_on_its_mirror_leaves_it_to_all_nodes(
+    lost: str, dry_run: bool, tmp_path: Path
+) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    for path in (tmp_path / "mirror").glob(f"{lost}_000001*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    before = meta_at(tmp_path / "a", 1)
+    ended = run("rewind", "--root", tmp_path / "a", "--step", "1", *["--dry-run"] * dry_run)
+    assert ended.returncode == CheckpointNotFound.exit_code
+    assert "only one node's part of step 1, and no mirror has all kinds of it" in ended.stderr
+    assert "manager.resume(state, policy=1)" in ended.stderr
+    assert "continue from" not in ended.stdout + ended.stderr
+    assert meta_at(tmp_path / "a", 1) == before
 
 
 def test_a_part_does_not_give_way_to_what_is_left_of_a_save(tmp_path: Path) -> None:

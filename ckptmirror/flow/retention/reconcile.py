@@ -58,6 +58,7 @@ __all__ = [
     "carry_on",
     "forget_brought",
     "reconcile",
+    "renew_records",
 ]
 
 BRINGING_NAME = f"{names.CONTROL_DIR}/bringing.json"
@@ -153,13 +154,11 @@ def add_missing_records(
     table: UploadsTable,
     mirrors: Sequence[Mirror | MirrorSpec],
     metas: Iterable[Meta],
-    *,
-    staged_everywhere: bool = False,
 ) -> list[str]:
     """Give each save a pending, claimable record for every file and mirror that has none; return the save ids.
 
     A staged copy that has only a part of its save must not look like the whole save on a mirror that lacks it. So it
-    gets records only for the mirror that it came from, unless the caller passes ``staged_everywhere``.
+    gets records only for the mirror that it came from.
 
     A save that the table knows with other contents keeps its records, and so is never deleted. A staged copy, which may
     have come back under other names, instead gets new records for every mirror that had some.
@@ -169,20 +168,27 @@ def add_missing_records(
     for meta in sorted(metas, key=lambda meta: (meta.attempt.number, meta.save_number)):
         if meta.kinds == ("emergency",):
             continue  # stays on the local disk unless mirrored on purpose
-        known_there = staged_everywhere or not meta.partial
-        wanted = urls if known_there else [url for url in urls if url == meta.staged_from]
+        wanted = [url for url in urls if url == meta.staged_from] if meta.partial else urls
         try:
             count = _add(table, wanted, meta)
         except IntegrityError as error:
             if meta.staged_from is None:
                 save_logger(_log, meta).error("step %d: %s", meta.step, error)
                 continue
-            had = {record.mirror for record in table.records(save_id=meta.save_id)}
-            table.forget_save(meta.save_id, "staged again under other names")
-            count = _add(table, [url for url in urls if url in had or url in wanted], meta)
+            count = renew_records(table, wanted, meta)
         if count:
             added.append(meta.save_id)
     return added
+
+
+def renew_records(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:
+    """Give a save that was staged in the place of another copy new records, for ``urls`` and where it had some.
+
+    A mirror that had some may not be configured now. It stays known until a start without it succeeds.
+    """
+    had = {record.mirror for record in table.records(save_id=meta.save_id)}
+    table.forget_save(meta.save_id, "staged again, maybe under other names")
+    return _add(table, list(dict.fromkeys([*urls, *sorted(had)])), meta)
 
 
 def _add(table: UploadsTable, urls: Sequence[str], meta: Meta) -> int:

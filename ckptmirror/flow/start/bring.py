@@ -40,7 +40,7 @@ from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache, local_catalog
-from ckptmirror.flow.retention.reconcile import BRINGING_NAME, add_missing_records
+from ckptmirror.flow.retention.reconcile import BRINGING_NAME, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import DiskFacts
@@ -48,7 +48,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
 
-__all__ = ["Bringer", "Proposal"]
+__all__ = ["Bringer", "Proposal", "keeps_part"]
 
 _log = logging.getLogger("ckptmirror.resume")
 
@@ -76,6 +76,16 @@ class Proposal:
     share_downloads: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
     gathered: bool = False
+
+
+def keeps_part(root: Path, seen: Survey, move: Try) -> bool:
+    """Whether a mirror has only some kinds of a save, and this disk a node's part, which may be all that is left.
+
+    Only the whole save may take the place of the part. So the files that are loaded are gathered beside it.
+    """
+    if move.place not in seen.seen or not seen.metas[(move.save.save_id, move.place)].partial:
+        return False
+    return move.save.save_id in local_catalog(root).parts
 
 
 class Bringer:
@@ -191,7 +201,7 @@ class Bringer:
                     return Proposal(run_id, skipped=tuple(self._logged), places=self._node.places())
                 case Try():
                     self._say_of_other_kinds(move)
-                    if self._others or self._keeps_part(move):
+                    if self._others or keeps_part(self._node.root, self.seen, move):
                         self._chosen = move
                         return self._for_all_nodes(move)
                     meta = self._brought(move)
@@ -209,15 +219,6 @@ class Bringer:
         return Proposal(
             run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place, share, places, gathered=True
         )
-
-    def _keeps_part(self, move: Try) -> bool:
-        """Whether a mirror has only some kinds of a save, and this disk a node's part, which may be all that is left.
-
-        Only the whole save may take the place of the part. So the files that are loaded are gathered beside it.
-        """
-        if move.place not in self.seen.seen or not self.seen.metas[(move.save.save_id, move.place)].partial:
-            return False
-        return move.save.save_id in local_catalog(self._node.root).parts
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:
@@ -358,8 +359,7 @@ class Bringer:
             )
         except CheckpointNotFound as error:
             raise BrokenMeta(f"{move.place} no longer has all of it: {error}") from error
-        node.table.forget_save(meta.save_id)  # its records name the paths of the copy that was replaced
-        add_missing_records(node.table, node.mirrors, [staged], staged_everywhere=True)
+        renew_records(node.table, [mirror.url for mirror in node.mirrors], staged)
         return staged
 
     def _is_on_all_mirrors(self, meta: Meta) -> bool:

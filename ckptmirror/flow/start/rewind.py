@@ -47,7 +47,7 @@ from ckptmirror.flow.places.attempt_lists import check_can_sign
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.save.commit import latest_target
-from ckptmirror.flow.start.bring import Bringer, Proposal
+from ckptmirror.flow.start.bring import Bringer, Proposal, keeps_part
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.leader import Node
@@ -61,6 +61,7 @@ __all__ = ["RewindPlan", "Rewound", "plan_rewind", "rewind"]
 
 _log = logging.getLogger("ckptmirror.rewind")
 _STARTS_LIMIT = 5
+_NOT_ALL_KINDS = "no mirror has all kinds of it"
 _NOT_BACK = ("auto", "latest")  # policies that do not go back
 OnBytes = Callable[[int, int], None]
 
@@ -134,6 +135,8 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     if isinstance(move, Scratch):
         return RewindPlan(None, (), _fork(seen, move), silent)
     assert isinstance(move, Try), "a save was named"
+    if keeps_part(root, seen, move):
+        raise _needs_all_nodes(root, move.save.step, _NOT_ALL_KINDS)
     rows = [row.place for row in seen.evidence.rows]
     there = {place for save_id, place in seen.metas if save_id == move.save.save_id}
     places = (move.place, *(place for place in rows if place in there and place != move.place))
@@ -147,17 +150,20 @@ def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirror
     """
     parts = [part for part in seen.evidence.disk.parts if reference in (part.save.step, part.save.save_id)]
     if isinstance(error, CheckpointNotFound) and parts:
-        step = parts[0].save.step
-        return CheckpointNotFound(
-            f"{root} has only one node's part of step {step}, and no mirror has the whole save.",
-            hint=f"Go back on all nodes together: start once with manager.resume(state, policy={step}).",
-        )
+        return _needs_all_nodes(root, parts[0].save.step, "no mirror has the whole save")
     order = count(seen.evidence).order
     aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
     if isinstance(error, CheckpointNotFound) and aside:
         ids = " or ".join(f"--save {save.save_id[:8]}" for save in aside)
         error.hint = f"Name it by its save id: `ckptmirror rewind --root {quote(str(root))}` with {ids}."
     return error
+
+
+def _needs_all_nodes(root: Path, step: int, why: str) -> CheckpointNotFound:
+    return CheckpointNotFound(
+        f"{root} has only one node's part of step {step}, and {why}.",
+        hint=f"Go back on all nodes together: start once with manager.resume(state, policy={step}).",
+    )
 
 
 def _fork(seen: Survey, move: Try | Scratch) -> Fork:
@@ -264,12 +270,15 @@ def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> t
 
     Raises:
         IntegrityError: Every copy is damaged.
+        CheckpointNotFound: Only all nodes together can bring what is left.
     """
     while True:
         proposal = bringer.next()
         meta = proposal.meta
         if meta is None:
             return proposal, None
+        if proposal.gathered:
+            raise _needs_all_nodes(root, meta.step, _NOT_ALL_KINDS)
         artifacts = meta.artifacts_of(proposal.kind)
         total, done = sum(artifact.digest.size_bytes for artifact in artifacts), 0
 
