@@ -175,6 +175,7 @@ class CheckpointManager:
                     persistent_dir=self._persistent_dir,
                     workers_per_mirror=workers_per_mirror,
                     share_downloads=share_downloads,
+                    wait_s=self.ranks.timeout_s / 2,  # the other ranks wait meanwhile, and shall hear its error
                 )
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error

@@ -51,8 +51,7 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
     if done.is_configured:
         print(
-            f"This root still uploads to {done.url}. To stop that, remove it from the trainer's `mirrors`; otherwise "
-            "the trainer's next start requires it again.",
+            f"If the trainer's `mirrors` still have {done.url}, remove it there: its next start would require it.",
             file=sys.stderr,
         )
     return 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.flow.status import read_status
 from tests.kit.cli import assert_tells, run
 from tests.kit.training import new_state, running, saved_run
 
@@ -26,7 +27,7 @@ def test_no_start_waits_for_it_any_more(tmp_path: Path) -> None:
     assert planned.returncode == 0, planned.stderr
     would = f"The run would no longer require {gone}. It would require {left}.\n"
     assert planned.stdout == would
-    assert f"still uploads to {gone}" in planned.stderr
+    assert f"If the trainer's `mirrors` still have {gone}" in planned.stderr
     done = run("forget-mirror", "--root", tmp_path / "first", "--url", gone, "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -35,6 +36,48 @@ def test_no_start_waits_for_it_any_more(tmp_path: Path) -> None:
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 2
+
+
+def test_the_root_that_sent_to_it_goes_back_and_drains_without_it(tmp_path: Path) -> None:
+    """Its own table listed the mirror: what only waits for the lists of the run is not enough."""
+    gone, left = f"file://{tmp_path}/nfs/gone", f"file://{tmp_path}/nfs/left"
+    (tmp_path / "nfs").mkdir()
+    roots = [tmp_path / "root", tmp_path / "other"]
+    saved_run(roots[0], (1, 2), gone, left)
+    with running(roots[1], gone, left) as manager:
+        assert manager.resume(new_state()) is not None
+    shutil.rmtree(tmp_path / "nfs" / "gone")
+    with running(roots[0], left) as manager, pytest.raises(StoreTemporary, match="no longer configured"):
+        manager.resume(new_state(), policy=1)
+    for root in roots:  # after the first, no list of the run requires it, but the table of the second root does
+        done = run("forget-mirror", "--root", root, "--url", gone)
+        assert done.returncode == 0, done.stderr
+    for root in roots:
+        drained = run("drain", "--root", root)
+        assert drained.returncode == 0, drained.stderr
+        rewound = run("rewind", "--root", root, "--step", "1")
+        assert rewound.returncode == 0, rewound.stderr
+
+
+def test_a_root_that_did_not_hear_of_it_starts_without_it_too(tmp_path: Path) -> None:
+    gone, left = f"file://{tmp_path}/nfs/gone", f"file://{tmp_path}/nfs/left"
+    (tmp_path / "nfs").mkdir()
+    saved_run(tmp_path / "root", (1, 2), gone, left)
+    with running(tmp_path / "other", gone, left) as manager:
+        assert manager.resume(new_state()) is not None
+    shutil.rmtree(tmp_path / "nfs" / "gone")
+    assert run("forget-mirror", "--root", tmp_path / "other", "--url", gone).returncode == 0
+    with running(tmp_path / "root", left) as manager:
+        assert manager.resume(new_state(), policy=1) is not None
+
+
+def test_the_last_mirror_stays_in_the_table(tmp_path: Path) -> None:
+    """Without a mirror, rotation would ask none before it deletes."""
+    url = f"file://{tmp_path}/mirror"
+    saved_run(tmp_path / "root", (1, 2), url)
+    shutil.rmtree(tmp_path / "mirror")
+    assert run("forget-mirror", "--root", tmp_path / "root", "--url", url).returncode == 0
+    assert [one for one, _ in read_status(tmp_path / "root").mirrors] == [url]
 
 
 def test_a_mirror_that_the_run_does_not_name_is_an_error_that_lists_those_it_names(tmp_path: Path) -> None:

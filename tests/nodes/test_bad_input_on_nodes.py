@@ -17,8 +17,9 @@ import pytest
 
 import ckptmirror.manager
 from ckptmirror import CheckpointManager, MirrorSpec, list_checkpoints
-from ckptmirror.core.errors import CkptMirrorError, ConfigError, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, RankFailed, RootLocked, WaitTimeout
 from ckptmirror.core.sealed_json import seal
+from ckptmirror.local.lock import RootLock
 from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import ALONE_S, WAIT_S, Job, built, expect, take_part, train
 
@@ -92,6 +93,19 @@ def test_ranks_do_not_wait_for_one_that_never_resumes_and_name_it(missing: int, 
         assert took_s < 4 * SHORT_S + WAIT_S / 4
     assert len({message for _, message, _, _ in others}) == 1
     assert list(tmp_path.glob("*/meta_*")) == []
+
+
+def test_a_verb_that_holds_the_root_of_one_node_is_named_to_every_rank_before_they_stop_waiting(tmp_path: Path) -> None:
+    lock = RootLock(tmp_path / "b")
+    lock.acquire({"verb": "drain"})
+    try:
+        found = run_ranks(3, resume_without, str(tmp_path), -1, True)
+    finally:
+        lock.release()
+    for kind, message, code, _ in found:
+        assert (kind in (RootLocked.__name__, RankFailed.__name__), code) == (True, 11)
+        assert str(tmp_path / "b") in message
+        assert "drain" in message
 
 
 def wrong_clock(rank: int, job: Job, ahead_s: list[float]) -> Any:

@@ -99,8 +99,11 @@ def test_the_parts_of_a_healthy_save_are_whole_when_every_byte_is_read_and_one_t
 ) -> None:
     Job(tmp_path, "ab", (1, 2)).run()
     for root in (tmp_path / "a", tmp_path / "b"):
-        ended = run("verify", "--deep", "--root", root, "--mirror", f"file://{tmp_path}/mirror")
+        ended = run("verify", "--deep", "--tensors", "--root", root, "--mirror", f"file://{tmp_path}/mirror")
         assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert "are compared on a mirror" in ended.stdout + ended.stderr
+        (on_disk, *_) = [line for line in ended.stdout.splitlines() if "whole" in line]
+        assert "tensors" not in on_disk
     (shard,) = (tmp_path / "b" / "dcp_000002").glob("__1_0.distcp")
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1

@@ -145,17 +145,16 @@ def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
 
 def _named_required(evidence: Evidence) -> list[str]:
     """Return the mirrors that lists name as required, except those that a person removed from the run."""
-    forgotten = {url for row in evidence.rows for url in row.forgets}
-    return [url for row in evidence.rows for url in row.names_required if url not in forgotten]
+    return [url for row in evidence.rows for url in row.names_required if url not in evidence.forgotten]
 
 
 def _silent(evidence: Evidence) -> dict[str, str]:
     """Rule 2."""
-    named = set(_named_required(evidence))
+    named, forgotten = set(_named_required(evidence)), evidence.forgotten
     silent = {
         row.place: row.why or row.reach.value
         for row in evidence.mirrors()
-        if not row.answers and (row.required or row.was_required or row.place in named)
+        if not row.answers and (row.required or row.place in named or (row.was_required and row.place not in forgotten))
     }
     return silent | {url: _NOT_CONFIGURED for url in sorted(named) if evidence.row(url) is None}
 
@@ -273,7 +272,7 @@ def claim_from(
     required = tuple(dict.fromkeys([*configured, *named]))
     heard = AttemptList(run_id, tuple(counted.heard.values()))
     completed = tuple(sorted(_ids(evidence.disk, Voice.COMPLETED)))
-    forgotten = tuple(sorted({url for row in evidence.rows for url in row.forgets} - set(configured)))
+    forgotten = tuple(sorted(evidence.forgotten - set(configured)))
     known = AttemptList(run_id, tuple(counted.known.values()), required, completed, forgotten)
     known = merge_attempts(known, AttemptList(run_id, tuple(adopted)))
     entry = replace(

@@ -240,6 +240,11 @@ class Evidence:
         """Return the rows of the places that answered."""
         return tuple(row for row in self.rows if row.answers)
 
+    @property
+    def forgotten(self) -> frozenset[str]:
+        """The mirrors that a person removed from the run, according to any list."""
+        return frozenset(url for row in self.rows for url in row.forgets)
+
     def heard_as(self, voice: Voice) -> frozenset[str]:
         """Return the ids of the attempts that any answering place knows in one of these ways."""
         return frozenset(one for row in self.answering() for one in row.heard_as(voice))

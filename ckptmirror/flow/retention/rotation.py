@@ -231,7 +231,9 @@ class _Rotation:
             meta = self.metas[save_id]
             if meta.partial:
                 kinds = "+".join(meta.kinds)
-                reason = f"{reason} (it is a staged copy of kind {kinds} alone, which is never sent: delete it yourself)"
+                reason = (
+                    f"{reason} (it is a staged copy of kind {kinds} alone, which is never sent: delete it yourself)"
+                )
             self.bus.emit(events.RotationRefused(step=meta.step, save_id=save_id, kinds=meta.kinds, reason=reason))
         steps = {save_id: meta.step for save_id, meta in self.metas.items()}
         return RotationReport(self.plan, tuple(self.deleted), self.refused, steps)

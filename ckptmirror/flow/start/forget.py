@@ -3,8 +3,9 @@
 Rules:
 * The lists of the root and of every answering mirror record the removal. Lists only grow: the mirror is added as
   forgotten, so that an older list on a mirror that is away now does not bring it back.
-* Nothing on the mirror and no local file changes. Uploads that wait for it stay in the table until it is configured
-  again.
+* The root's table no longer lists it, so that no verb waits for it either. Uploads that wait for it stay in the table
+  until it is configured again. The last mirror stays listed: without one, saves would not wait for any.
+* Nothing on the mirror and no file of a save changes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, Precondi
 from ckptmirror.core.model import AttemptList, new_id
 from ckptmirror.core.start.lineage import merge_attempts
 from ckptmirror.flow.places.attempt_lists import check_can_sign, listed_attempts, read_mirror_attempts
-from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
+from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors, set_mirrors
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import open_known_table
@@ -67,13 +68,16 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
     with open_known_table(root) as table:
         lock.acquire({"verb": "forget-mirror"})
         try:
-            rows = table.mirrors()
+            rows = [row for row in table.mirrors() if not row.pushed]
             specs = [MirrorSpec(row.url, row.required) for row in rows if row.url != url]
             mirrors = open_mirrors(specs, root, table)
             try:
-                return _forget(root, url, mirrors, url in {row.url for row in rows}, dry_run)
+                forgotten = _forget(root, url, mirrors, url in {row.url for row in rows}, dry_run)
             finally:
                 close_mirrors(mirrors)
+            if forgotten.is_configured and specs and not dry_run:
+                set_mirrors(table, specs)
+            return forgotten
         finally:
             lock.release()
 
@@ -93,7 +97,7 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
             lists[mirror.url] = (listed, generation)
     every = [listed for listed, _ in lists.values()] + ([here] if here is not None else [])
     named = {one for attempts in every for one in attempts.required}
-    if url not in named:
+    if url not in named and not is_configured:
         known = ", ".join(sorted(named)) or "none"
         raise CheckpointNotFound(
             f"The run of {root} does not name {url} as a required mirror. It names {known}.",

@@ -111,6 +111,7 @@ class Node:
         share_downloads: bool = False,
         clock: LeaseClock | None = None,
         verb: str | None = None,
+        wait_s: float = math.inf,
     ) -> None:
         self.root, self.persistent_dir = root, persistent_dir
         self.specs = list(specs)
@@ -140,7 +141,7 @@ class Node:
         trash.make_trash(root)  # now: on a full disk a failed save goes there
         self.lock = RootLock(root)
         owner = {"verb": verb} if verb is not None else {}
-        self.lock.acquire(owner, wait_s=_SHORT_VERB_S, wait_for_verbs=SHORT_VERBS)
+        self.lock.acquire(owner, wait_s=min(wait_s, _SHORT_VERB_S), wait_for_verbs=SHORT_VERBS)
         with contextlib.ExitStack() as undo:
             undo.callback(self.lock.release)
             try:

@@ -6,6 +6,8 @@ Rules:
 * Every tensor of a kind is read from its files, piece by piece, and summed. The sums are compared with the lists of all
   ranks (``tensors_*.json``), as ``diff`` compares two saves: it does not matter how either is cut.
 * On a mirror, the files of one kind at a time come into a temporary directory.
+* One node's part of a save is left out: pieces of its ranks' tensors may be in the files of other nodes. A snapshot has
+  all that its ranks held.
 * Left out are the settings of the optimizer, whose names may change, and what a list has no fingerprint of.
 * A tensor that differs has no good copy in another place: it was written so. If its bytes were damaged later, ``deep``
   finds that, and names what repairs it.
@@ -35,7 +37,7 @@ from ckptmirror.flow.verify.structure import Subject
 if TYPE_CHECKING:
     from ckptmirror.formats.shards import Piece
 
-__all__ = ["TensorsFound", "check_tensors"]
+__all__ = ["TensorsFound", "are_elsewhere", "check_tensors"]
 
 _GROUPS = "optimizer.param_groups."
 
@@ -54,6 +56,11 @@ class TensorsFound(NamedTuple):
     equal: tuple[str, ...]
     differ: tuple[str, ...]
     not_compared: tuple[str, ...]
+
+
+def are_elsewhere(subject: Subject) -> bool:
+    """Whether pieces of the tensors of this node's part of a save may be on other nodes."""
+    return subject.meta is not None and not subject.meta.is_whole and subject.meta.kinds != ("emergency",)
 
 
 def check_tensors(subject: Subject, mirror: Mirror | None) -> tuple[TensorsFound, ...]:

@@ -40,7 +40,7 @@ from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.flow.verify.contents import check_contents
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.flow.verify.table_feedback import Table
-from ckptmirror.flow.verify.tensors import TensorsFound, check_tensors
+from ckptmirror.flow.verify.tensors import TensorsFound, are_elsewhere, check_tensors
 from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
@@ -48,6 +48,9 @@ from ckptmirror.stores.retrying import OnWait
 __all__ = ["Target", "Verification", "VerifiedSave", "target_of", "verify"]
 
 _FAULTS_LISTED = 100
+_COMPARED_ON_MIRROR = (
+    "the tensors of what several nodes wrote are compared on a mirror: `ckptmirror verify URL --tensors`"
+)
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,9 @@ def verify(
         if tensors:
             by_url = {mirror.url: mirror for mirror in mirrors}
             for subject in subjects:
+                if are_elsewhere(subject):
+                    notes.append(_COMPARED_ON_MIRROR)
+                    continue
                 found_here = check_tensors(subject, by_url.get(subject.place))
                 subject.wrong_tensors = {one.kind: one.differ for one in found_here if one.differ}
                 compared[id(subject)] = found_here
