@@ -31,6 +31,7 @@ from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.kit.cli import run
 from tests.kit.faults import DiskFault, failing, flip_bit
+from tests.kit.quota import quota_of_tables
 from tests.kit.roots import content, leftovers, make_mirrored, make_pending, whole
 from tests.kit.training import everything, new_state, same, saved_run, train
 
@@ -366,6 +367,29 @@ def test_i8_a_table_on_a_disk_without_a_free_byte_takes_changes_without_end(
         (place / "filler").unlink()
         table.set_unasked([url])
         assert (root / f"{names.TABLE_NAME}-reserve").stat().st_blocks * 512 >= 256 * 1024
+
+
+def test_i8_a_quota_that_is_used_up_does_not_keep_the_table_from_what_the_uploads_tell_it(tmp_path: Path) -> None:
+    url = "file:///nfs/run"
+    root, _ = make_pending(tmp_path, url, 100, 200, 300)
+    with quota_of_tables() as quota, UploadsTable.open(root / names.TABLE_NAME) as table:
+        table.set_unasked([url])
+        quota.used_up = True
+        in_a_row = 0
+        for number in range(300):
+            try:
+                claim = table.claim("worker", url, lease_s=60.0)
+                assert claim is not None
+                table.put_back(claim, f"try {number}: {'it is away ' * 20}", not_before_s=0.0)
+                in_a_row = 0
+            except errors.LocalStorageFull:
+                in_a_row += 1
+                assert in_a_row < 5, f"no change is possible any more, after {number}"
+        assert quota.refused
+        assert (root / f"{names.TABLE_NAME}-reserve").stat().st_size == 0
+        quota.used_up = False
+        table.set_unasked([])
+        assert (root / f"{names.TABLE_NAME}-reserve").stat().st_size
 
 
 @pytest.mark.parametrize("verb", ["status", "drain", "rotate", "start"])

@@ -19,6 +19,7 @@ from ckptmirror.flow.upload import record as upload_module
 from ckptmirror.flow.upload.workers import UploadWorkers, free_dead_workers, still_moving
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.testing import GcsServerProcess
+from tests.kit.faults import DiskFault, failing
 from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import bucket_url, memory_url, object_names
 from tests.kit.roots import MirroredRoot, assert_arrived, no_confirm
@@ -116,6 +117,18 @@ def test_a_fault_that_nobody_foresaw_does_not_take_the_workers_down(place: Mirro
     assert workers.wait_until_verified(done, 60.0)
     assert workers.stop(30.0)
     assert "ZeroDivisionError" in " ".join(t.reason for t in place.table.history())
+
+
+def test_a_worker_puts_back_what_it_could_not_note_the_end_of_and_waits_for_no_lease(place: MirroredRoot) -> None:
+    place.commit(100, sidecars=False)
+    fault = DiskFault(at=1, lasting=True, prefix=("table.verify", "table.put_back", "table.fail"))
+    workers = UploadWorkers(place.root, place.table, place.mirrors, place.bus, no_confirm)
+    urls = [place.mirrors[0].url]
+    with failing(fault):
+        workers.start()
+        assert workers.wait_until_verified(lambda: bool(fault.struck), 30.0, look_every_s=0.01)
+    assert workers.wait_until_verified(lambda: not still_moving(place.table, urls), 60.0)
+    assert workers.stop(30.0)
 
 
 def test_a_worker_outlives_a_table_that_is_locked_for_a_while(place: MirroredRoot) -> None:

@@ -326,9 +326,10 @@ class _Start:
                     f"{row.place} had no list of attempts, so it was rebuilt from the saves: if you rewound the run or "
                     "started it over, and made no save after that, do so again"
                 )
+        others = "mirrors" if self._evidence.mirrors() else "other nodes"
         for attempt in sorted(self._counted.apart):
             self._note(
-                f"{explain.named(self._counted.known[attempt])} ran apart from the mirrors, and the run continued "
+                f"{explain.named(self._counted.known[attempt])} ran apart from the {others}, and the run continued "
                 "without it: its saves are superseded; each can be resumed by its save id"
             )
 
@@ -494,7 +495,7 @@ class _Start:
             self._check_hindered(self._of_id(reference))
             if self._unheard:
                 raise explain.not_answering(f"{error.message} It may be there: ", self._unheard) from error
-            if broken := [f"{one.name}: {one.why}" for one in self._problems if one.step == reference]:
+            if broken := [f"{one.name}: {one.why}" for one in self._problems if reference in ("latest", one.step)]:
                 raise CheckpointNotFound(f"{error.message} Not whole: {'; '.join(broken)}.", hint=error.hint) from error
             raise
         return found

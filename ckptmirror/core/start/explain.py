@@ -81,6 +81,7 @@ def named(attempt: Attempt) -> str:
 
 def with_root(text: str, root: str) -> str:
     """Return the sentence with the root named in its commands, so that they can be pasted."""
+    text = text.replace("`ckptmirror ls`", f"`ckptmirror ls {quote(root)}`")
     return _LACKS_ROOT.sub(lambda found: f"{found[0]} --root {quote(root)}", text)
 
 

@@ -2,6 +2,7 @@
 
 Rules:
 * Threads are daemons: the table is durable, so a process may end at any moment. ``stop`` ends them cleanly.
+* A worker whose claim the table did not let end puts it back as soon as the table can be used.
 * A worker that is fenced by a newer attempt ends all workers of this process. Nothing else ends a worker.
 * A worker's name has its host and process. An idle worker takes over the records of a dead process at once; it waits
   for a lease only if it cannot tell whether the process lives.
@@ -190,9 +191,13 @@ class UploadWorkers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self, context: UploadContext, worker: str) -> None:
+        may_hold_one = False  # for which the table did not take what became of it
         while not self._stopping:
             rounds = self._rounds
             try:
+                if may_hold_one:
+                    self._table.put_back_all(worker, "what became of it could not be noted")
+                    may_hold_one = False
                 claim = self._table.claim(worker, context.mirror.url, lease_s=LEASE_S)
                 if claim is not None:
                     upload_claimed(context, claim)
@@ -207,9 +212,11 @@ class UploadWorkers:
                 self.notify()
                 return
             except CkptMirrorError as error:
+                may_hold_one = True
                 if not self._stopping:
                     _log.error("the uploader cannot use its table: %s", error)
             except Exception:  # noqa: BLE001 - a dead worker would leave a queue that nothing empties
+                may_hold_one = True
                 _log.exception("the uploader met an unexpected error and continues")
             with self._wake:
                 if self._rounds == rounds and not self._stopping:

@@ -28,7 +28,7 @@ from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NewerTable, NoT
 from ckptmirror.local.crashpoints import around
 from ckptmirror.local.file_systems import refuse_network_place
 from ckptmirror.local.own_files import check_own_file
-from ckptmirror.local.uploads.failures import found_no_room, named_failures, reuse_log_if_full
+from ckptmirror.local.uploads.failures import found_no_room, full_by_quota, named_failures, reuse_log_if_full
 from ckptmirror.local.uploads.place import LOGS, create_in_place, refuse_journal, set_aside
 from ckptmirror.local.uploads.records import canonical_crc
 from ckptmirror.local.uploads.reserve import spend_reserve, take_reserve
@@ -93,6 +93,14 @@ class Database:
         check_room_for_shared_memory(self.path)
         connection = self._connect()
         try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prepare(self, connection: apsw.Connection) -> None:
+        with full_by_quota(connection):
             connection.set_busy_timeout(int(self._busy_timeout_s * 1000))
             connection.execute(statement("trust no function that the schema names"))
             connection.execute(statement("make every commit durable"))
@@ -102,10 +110,6 @@ class Database:
             self._check_version(connection)
             if connection.execute(statement("read the schema")).fetchall() != _schema(migrations()):
                 raise BrokenTable(f"{self.path} is damaged: its schema is not the one that was made")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _connect(self) -> apsw.Connection:
         if not self.read_only or self._disk_is_full:  # a reader would leave the shared memory in the reserve's place
@@ -161,22 +165,25 @@ class Database:
     def reading(self) -> Iterator[apsw.Connection]:
         """Lend the connection for one statement, which sees one moment of the table."""
         with self._held(), named_failures(self.path):
-            yield self._ready()
+            connection = self._ready()
+            with full_by_quota(connection):
+                yield connection
 
     @contextmanager
     def change(self, verb: str) -> Iterator[apsw.Connection]:
         """Lend the connection inside a transaction; leaving the block makes it durable, an error undoes it."""
         with self._held(), named_failures(self.path):
             connection = self._ready()
-            connection.execute(statement("begin a change"))
             try:
-                if not self._has_reserve:
-                    check_room_for_shared_memory(self.path)
-                if self._disk_is_full:  # the table does not grow while a mirror is away for days
-                    connection.execute(statement("forget the oldest tries"))
-                yield connection
-                with around(f"table.{verb}"):
-                    connection.execute(statement("commit the change"))
+                with full_by_quota(connection):
+                    connection.execute(statement("begin a change"))
+                    if not self._has_reserve:
+                        check_room_for_shared_memory(self.path)
+                    if self._disk_is_full:  # the table does not grow while a mirror is away for days
+                        connection.execute(statement("forget the oldest tries"))
+                    yield connection
+                    with around(f"table.{verb}"):
+                        connection.execute(statement("commit the change"))
             except BaseException as error:
                 _undo(connection)
                 self._disk_is_full |= reuse_log_if_full(connection, error, self.path)

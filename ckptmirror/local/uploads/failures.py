@@ -4,11 +4,13 @@ Rules:
 * SQLite's own errors never leave this package.
 * If the disk has no room for a longer log, the log is overwritten from its beginning, so that a full disk fails one
   change and not all. If the table has no room to take over what is in the log, or to be opened, the reserve is spent.
+* A quota that is used up is a full disk, too. SQLite calls it an I/O error, so the connection is asked for the errno.
 * A wrong statement is our own bug and is not reported as a state of the disk.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,12 +23,27 @@ from ckptmirror.local.storage_errors import permitted, why_full
 from ckptmirror.local.uploads.reserve import spend_reserve
 from ckptmirror.local.uploads.statements import statement
 
-__all__ = ["found_no_room", "named_failures", "reuse_log_if_full"]
+__all__ = ["found_no_room", "full_by_quota", "named_failures", "reuse_log_if_full"]
 
 _REBUILD = (
     "The next start of the trainer moves the table aside, and builds a new one from disk and mirrors. "
     "Until then, ckptmirror deletes nothing."
 )
+
+
+@contextmanager
+def full_by_quota(connection: apsw.Connection) -> Iterator[None]:
+    """Raise SQLite's own "full" for an I/O error behind which the kernel says that a quota is used up.
+
+    Raises:
+        apsw.FullError: It does.
+    """
+    try:
+        yield
+    except apsw.IOError as error:
+        if connection.system_errno != errno.EDQUOT:
+            raise
+        raise apsw.FullError(f"{error}: {os.strerror(errno.EDQUOT)}") from error
 
 
 @contextmanager
