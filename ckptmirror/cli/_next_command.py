@@ -3,6 +3,7 @@
 Rules:
 * A command is between backquotes, as in every hint. Its own options stay; missing ones are filled in from the options
   of the verb that failed, quoted for a shell.
+* A command for another node stays as it is: its root may have another path.
 * ``ls`` and ``verify`` get the place that the failed verb used: its root, else its mirror.
 """
 
@@ -22,7 +23,7 @@ from ckptmirror.core.errors import CkptMirrorError
 
 __all__ = ["completing_hints", "with_places"]
 
-_COMMAND = re.compile(r"`(ckptmirror [^`]+)`")
+_COMMAND = re.compile(r"`(ckptmirror [^`]+)`(?! (?:there|on (?:that|the|any))\b)")
 _PLACES = ("root", "mirror", "dest")
 _LOOKING = ("ls", "verify")
 

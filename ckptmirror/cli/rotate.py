@@ -13,9 +13,12 @@ from ckptmirror.cli._exit_codes import exit_codes
 from ckptmirror.cli._next_command import with_places
 from ckptmirror.cli._options import json_option, print_json, root_option, settings
 from ckptmirror.core.errors import RefusedOnlyCopy, UsageError
+from ckptmirror.core.uncommitted import is_behind_text
 
 if TYPE_CHECKING:
     from ckptmirror.flow.retention.rotation import RotationReport
+
+_HINT_OF_NODES = "What another node has still to upload, `ckptmirror drain` on that node uploads."
 
 
 @exit_codes(5, 6, 7, 10, 11, 12)
@@ -97,8 +100,9 @@ def command(
     print(f"{len(report.deleted)} saves deleted", file=sys.stderr)
     for save_id, reason in report.refused.items():
         print(f"kept step {report.steps[save_id]} ({save_id[:8]}): {reason}", file=sys.stderr)
-    if report.refused:
-        print("  " + with_places(RefusedOnlyCopy.hint, {"root": root}), file=sys.stderr)
+    hints = [_HINT_OF_NODES if is_behind_text(reason) else RefusedOnlyCopy.hint for reason in report.refused.values()]
+    for hint in dict.fromkeys(hints):
+        print("  " + with_places(hint, {"root": root}), file=sys.stderr)
     return RefusedOnlyCopy.exit_code if report.refused else 0
 
 

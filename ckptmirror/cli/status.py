@@ -77,7 +77,8 @@ def command(root: Path, with_code: bool, mirrors: tuple[str, ...], as_json: bool
         steps = f"step{'s' * (len(status.skipped) > 1)} {', '.join(map(str, status.skipped))}"
         were = "were" if len(status.skipped) > 1 else "was"
         print(f"NOT SAVED: {steps} {were} skipped because the disk was full: {status.skipped_why}")
-    print(f"newest step {_or_none(status.newest_step)}, newest safe step {_or_none(status.newest_safe_step)}")
+    safe = "none on this disk" if status.newest_safe_step is None else status.newest_safe_step
+    print(f"newest step {_or_none(status.newest_step)}, newest safe step {safe}")
     print_table(_COLUMNS, [_cells(line) for line in status.saves])
     for line in (one for one in status.saves if one.quarantined):
         print(f"quarantined: step {line.step} (save {line.save_id[:8]}): {line.quarantined}")

@@ -55,8 +55,8 @@ def _behind(part: str) -> str:
 
 
 def is_behind_text(reason: str | None) -> bool:
-    """Whether a record waits for such a part alone, by the reason that the table has."""
-    return reason is not None and _BEHIND.match(reason) is not None
+    """Whether such a part alone is waited for, by the reason that the table has, or that rotation gives."""
+    return reason is not None and _BEHIND.search(reason) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from tests.nodes.jobs import WAIT_S, built, train
 BOTH = ("one", "two")
 
 
-def leave_unsent(rank: int, base: str, mirrors: Sequence[str], stopped: str) -> None:
-    """Save step 1 and mirror it; save step 2, which the nodes ``stopped`` do not upload."""
+def leave_unsent(rank: int, base: str, mirrors: Sequence[str], stopped: str, steps: Sequence[int] = (2,)) -> None:
+    """Save step 1 and mirror it; save the ``steps``, which the nodes ``stopped`` do not upload."""
     node = "ab"[rank]
     state = built("ddp")
     manager = CheckpointManager(Path(base) / node, [f"file://{base}/{one}" for one in mirrors], timeout_s=WAIT_S)
@@ -41,8 +41,9 @@ def leave_unsent(rank: int, base: str, mirrors: Sequence[str], stopped: str) -> 
     if node in stopped:
         assert manager._node is not None
         assert manager._node._workers.stop(WAIT_S)
-    train(state, rank, 2)
-    manager.save(2, state).wait("committed", WAIT_S)
+    for step in steps:
+        train(state, rank, step)
+        manager.save(step, state).wait("committed", WAIT_S)
     manager.ranks.exchange(None, what="both have saved")
     outcome(lambda: manager.close(timeout_s=0.0))
 
@@ -81,7 +82,7 @@ def test_drain_and_status_on_a_node_that_has_sent_its_part_name_the_node_that_th
     run_ranks(2, leave_unsent, str(tmp_path), ("one",), "ab")
     root = tmp_path / "a"
     waits = "node 1 of 2 (from 0) has still to upload what it saved"
-    command = f"`ckptmirror drain --root {root}` there sends it"
+    command = "`ckptmirror drain` there sends it"
 
     class Waits(Exception):
         pass
@@ -107,6 +108,16 @@ def test_drain_and_status_on_a_node_that_has_sent_its_part_name_the_node_that_th
     assert f"`ckptmirror drain --root {tmp_path}/b` sends them" in there
     assert all(one.is_verified for one in drain_both(tmp_path, "one"))
     assert run("status", root, "--exit-code").returncode == 0
+
+
+def test_a_rotation_names_the_node_that_a_save_waits_for_and_no_command_that_does_nothing(tmp_path: Path) -> None:
+    run_ranks(2, leave_unsent, str(tmp_path), ("one",), "b", (2, 3))
+    root = tmp_path / "a"
+    run("drain", "--root", root, "--timeout", "0")
+    ended = run("rotate", "--root", root, "--keep-last", "1")
+    assert ended.returncode == 7
+    assert "node 1 of 2 (from 0) has still to upload" in ended.stderr
+    assert ended.stderr.endswith("`ckptmirror drain` on that node uploads.\n")
 
 
 def test_a_drain_says_without_a_terminal_that_it_waits_for_a_node_once(capsys: pytest.CaptureFixture[str]) -> None:
