@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError
+from ckptmirror.core.load_options import LoadOptions, check_given_alike
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.names import MAX_STEP
 from ckptmirror.core.setting_checks import WrongValue, above_0
+from ckptmirror.core.stages import Stages
 from ckptmirror.local import directories
-from ckptmirror.ranks import StopRequest, node_key_of
+from ckptmirror.ranks import Ranks, StopRequest, node_key_of
+from ckptmirror.ranks.base import exchange_result
 
 __all__ = [
+    "agreed_options",
     "check_alike",
     "check_kinds_of_stages",
     "checked_kinds",
@@ -57,6 +61,33 @@ def check_alike(settings: Sequence[Mapping[str, str] | None]) -> None:
                     f"{theirs.get(name) or 'none'}.",
                     hint="Start all nodes with the same ckptmirror and the same settings.",
                 )
+
+
+def agreed_options(
+    ranks: Ranks, check: Callable[[], LoadOptions], *, what: str, stages: Stages, **others: object
+) -> LoadOptions:
+    """Check on every rank what a load is given, and that all were given the same. All ranks call this.
+
+    Args:
+        ranks: All ranks.
+        check: Checks this rank's arguments, and returns the options of the load.
+        what: What the ranks do here, for messages.
+        stages: The stage of each rank.
+        others: What else all ranks have to have alike, by name.
+
+    Raises:
+        UsageError: An argument of this rank is wrong, or two ranks have different ones.
+        RankFailed: Another rank's is wrong.
+    """
+    options: list[LoadOptions] = []
+
+    def checked() -> dict[str, str]:
+        options.append(check())
+        return {**{name: str(value) for name, value in others.items()}, **options[0].texts()}
+
+    given = exchange_result(ranks, checked, what=what)
+    check_given_alike(given, stages, ranks.nodes_of_ranks)
+    return options[0]
 
 
 def stop_event(stop: StopRequest, rank: int) -> events.StopRequested:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptmirror import __version__
 from ckptmirror.arguments import (
+    agreed_options,
     check_alike,
     check_kinds_of_stages,
     checked_kinds,
@@ -250,18 +251,23 @@ class CheckpointManager:
             StoreTemporary: A required mirror does not answer and there is nothing on the disk.
         """
         self._check_open()
-        options = LoadOptions(
-            checked_parts(parts_alone(exclude)),
-            checked_wins(command_wins),
-            allow_cold_optimizer,
-            verify_loaded,
-            name_rules(exclude, rename, strict=strict),
-        )
-        check_state(state)
-        if state.per_rank and not self._stages.of_ranks:
-            from ckptmirror.formats.names import live_values
 
-            check_patterns(state.per_rank, live_values(state.model))
+        def checked() -> LoadOptions:
+            check_state(state)
+            if state.per_rank and not self._stages.of_ranks:
+                from ckptmirror.formats.names import live_values
+
+                check_patterns(state.per_rank, live_values(state.model))
+            return LoadOptions(
+                checked_parts(parts_alone(exclude)),
+                checked_wins(command_wins),
+                allow_cold_optimizer,
+                verify_loaded,
+                name_rules(exclude, rename, strict=strict),
+            )
+
+        what = "begin to resume"
+        options = agreed_options(self.ranks, checked, what=what, stages=self._stages, policy=policy, force=force)
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, even if this resume fails
@@ -350,9 +356,13 @@ class CheckpointManager:
             LoadDiffers: A value in memory is not what was saved, although the files are whole.
         """
         self._check_open()
-        check_state(state)
-        rules = name_rules(exclude, rename, strict=strict)
-        options = LoadOptions(checked_parts(parts_alone(exclude)), verify_loaded=verify_loaded, rules=rules)
+
+        def checked() -> LoadOptions:
+            check_state(state)
+            rules = name_rules(exclude, rename, strict=strict)
+            return LoadOptions(checked_parts(parts_alone(exclude)), verify_loaded=verify_loaded, rules=rules)
+
+        options = agreed_options(self.ranks, checked, what="begin to load", stages=self._stages)
         return load_state(self.root, self.ranks, state, reference, options, self._stages)
 
     # -- save -----------------------------------------------------------------------------------------------

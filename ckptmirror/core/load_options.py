@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+from ckptmirror.core.rank_names import rank_name
+from ckptmirror.core.stages import Stages
 
-__all__ = ["PARTS", "LoadOptions", "checked_parts"]
+__all__ = ["PARTS", "LoadOptions", "check_given_alike", "checked_parts"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
 """The parts of a state."""
+
+_OF_A_STAGE = ("exclude", "rename", "strict")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,22 @@ class LoadOptions:
     verify_loaded: bool = True
     rules: NameRules = ALL_NAMES
 
+    def texts(self) -> dict[str, str]:
+        """Return what was given, by the name of its parameter, for a comparison and for people."""
+        rename = self.rules.rename
+        return {
+            "exclude": ", ".join(sorted([*self.exclude, *self.rules.patterns])),
+            "rename": (
+                ", ".join(f"{old} -> {new}" for old, new in rename.items())
+                if isinstance(rename, Mapping)
+                else getattr(rename, "__qualname__", type(rename).__name__)
+            ),
+            "strict": str(self.rules.strict),
+            "command_wins": ", ".join(sorted(self.command_wins)),
+            "allow_cold_optimizer": str(self.allow_cold_optimizer),
+            "verify_loaded": str(self.verify_loaded),
+        }
+
 
 def checked_parts(exclude: Collection[str]) -> frozenset[str]:
     """Return the parts of a state that a load should leave unchanged.
@@ -47,3 +67,25 @@ def checked_parts(exclude: Collection[str]) -> frozenset[str]:
             hint='Write exclude=("optimizer", "model.head.*"), for example: patterns of tensors begin with "model.".',
         )
     return frozenset(exclude)
+
+
+def check_given_alike(given: Sequence[Mapping[str, str]], stages: Stages, nodes_of_ranks: Sequence[int]) -> None:
+    """Check that all ranks were given the same; what is about names, all ranks of a stage.
+
+    Args:
+        given: Of each rank, texts by the name of the parameter.
+        stages: The stage of each rank.
+        nodes_of_ranks: The node of each rank; empty if the job has one node.
+
+    Raises:
+        UsageError: They were not; the message has both values.
+    """
+    for rank, theirs in enumerate(given):
+        for name, value in theirs.items():
+            first = stages.peers(rank, len(given))[0] if name in _OF_A_STAGE else 0
+            if value != given[first][name]:
+                said = [f"{rank_name(one, nodes_of_ranks)} has {given[one][name] or 'none'}" for one in (first, rank)]
+                raise UsageError(
+                    f"The ranks of this job differ in {name}: {', '.join(said)}.",
+                    hint="Start all ranks with the same script and the same arguments. Nothing was loaded.",
+                )

@@ -37,6 +37,11 @@ class NameRules:
     rename: Rename = field(default_factory=dict)
     strict: bool = True
 
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns as they are given in ``exclude``."""
+        return tuple(_PREFIX + pattern for pattern in self.exclude)
+
     def leaves(self, name: str) -> bool:
         """Whether a tensor of the model is left as it is."""
         return any(fnmatchcase(name, pattern) for pattern in self.exclude)

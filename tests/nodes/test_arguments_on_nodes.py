@@ -1,0 +1,66 @@
+"""What ``resume`` and ``load`` are given has to be the same on all ranks: each would load another state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptmirror import CheckpointManager
+from ckptmirror.core.errors import RankFailed, UsageError
+from tests.kit.processes import outcome, run_ranks
+from tests.nodes.jobs import WAIT_S, Job, built
+
+pytestmark = pytest.mark.long
+
+
+def load_with(rank: int, base: str, verb: str, given: list[dict[str, Any]]) -> tuple[Any, bool]:
+    """Load on this rank with its own arguments; return what was raised, and whether a load without any then works."""
+    root, url = Path(base) / "ab"[rank], f"file://{base}/mirror"
+    with CheckpointManager(root, [url], timeout_s=WAIT_S) as manager:
+        state = built("fsdp")
+        before = [parameter.to_local().clone() for parameter in state.model.parameters()]
+        raised = outcome(lambda: getattr(manager, verb)(state, **given[rank]))
+        unchanged = all(
+            bool((one == parameter.to_local()).all())
+            for one, parameter in zip(before, state.model.parameters(), strict=True)
+        )
+        info = manager.resume(state)
+        return raised, unchanged and info is not None and info.step == 2
+
+
+DIFFER: list[tuple[str, dict[str, Any], str, str]] = [
+    ("resume", {"exclude": ("model.0.*", "optimizer")}, "exclude", "model.0.*, optimizer"),
+    ("resume", {"policy": 1}, "policy", "1"),
+    ("resume", {"verify_loaded": False}, "verify_loaded", "False"),
+    ("resume", {"rename": {"old.*": "new.*"}}, "rename", "old.* -> new.*"),
+    ("resume", {"command_wins": ("lr",)}, "command_wins", "lr"),
+    ("load", {"strict": False}, "strict", "False"),
+]
+
+
+@pytest.mark.parametrize("one", [0, 1])
+def test_arguments_that_differ_between_nodes_are_refused_on_all_ranks_before_anything_is_loaded(
+    one: int, tmp_path: Path
+) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    for verb, given, name, value in DIFFER:
+        of_ranks = [given if rank == one else {} for rank in range(2)]
+        for (kind, message, code), goes_on in run_ranks(2, load_with, str(tmp_path), verb, of_ranks, limit_s=WAIT_S):
+            assert (kind, code) == (UsageError.__name__, UsageError.exit_code), message
+            assert f"differ in {name}: rank 0 on node 0 has" in message
+            assert f"rank {one} on node {one} has {value}" in message
+            assert goes_on
+
+
+def test_a_wrong_argument_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    given: list[dict[str, Any]] = [{}, {"exclude": ("nonsense",)}]
+    (first, first_goes_on), (second, second_goes_on) = run_ranks(
+        2, load_with, str(tmp_path), "resume", given, limit_s=WAIT_S
+    )
+    assert (first[0], second[0]) == (RankFailed.__name__, UsageError.__name__)
+    assert "nonsense" in first[1]
+    assert first_goes_on
+    assert second_goes_on
