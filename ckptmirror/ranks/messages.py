@@ -106,6 +106,12 @@ def pack_value(value: Any) -> bytes:
     return data
 
 
+_MIXED_HINT = (
+    "Let all ranks make the same calls, in the same order and with the same arguments (the kinds of a save, too); then "
+    "start the job again. If they do, read the first error in the log of that rank."
+)
+
+
 def failure_of(error: BaseException) -> Failure:
     """Convert an error to text."""
     text = str(error) or type(error).__name__
@@ -141,7 +147,7 @@ def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> Ck
         return WaitTimeout(f"{what}: {answer.reason}")
     failures = answer.failures or {}
     if not failures:
-        return RankFailed(f"{what}: {answer.reason}")
+        return RankFailed(f"{what}: {answer.reason}", hint=_MIXED_HINT if answer.outcome == "mixed" else None)
     first = sorted(failures.items())[:8]
     text = "; ".join(
         failure.message if failure.says_who else f"{rank_name(rank, nodes_of_ranks)} failed: {failure.message}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckptmirror import CheckpointManager
-from ckptmirror.core.errors import RankFailed, UsageError
+from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError
 from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import WAIT_S, Job, built
 
@@ -64,3 +64,21 @@ def test_a_wrong_argument_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "nonsense" in first[1]
     assert first_goes_on
     assert second_goes_on
+
+
+def save_kinds(rank: int, base: str) -> tuple[Any, str]:
+    with CheckpointManager(Path(base) / "ab"[rank], timeout_s=WAIT_S) as manager:
+        state = built("fsdp")
+        manager.resume(state)
+        kinds = ("dcp", "model") if rank == 0 else ("dcp",)
+        try:
+            manager.save(1, state, kinds=kinds).wait("committed")
+        except CkptMirrorError as error:
+            return error.message, error.hint
+    return None, ""
+
+
+def test_kinds_that_differ_between_ranks_are_named_with_what_to_do(tmp_path: Path) -> None:
+    for message, hint in run_ranks(2, save_kinds, str(tmp_path), limit_s=WAIT_S):
+        assert "dcp+model" in message
+        assert "the kinds of a save" in hint

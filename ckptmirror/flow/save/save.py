@@ -196,7 +196,8 @@ class Saver:
         from ckptmirror.formats.capture import capture
 
         def agree(found: BaseException | None) -> None:
-            self._ranks.exchange(None, what=f"capture for save {request.number}", error=failure or found)
+            what = f"capture {'+'.join(request.kinds)} for save {request.number}"
+            self._ranks.exchange(None, what=what, error=failure or found)
 
         try:
             return capture(
