@@ -465,6 +465,8 @@ class CheckpointManager:
     def wait(self, until: Literal["committed", "mirrored"] = "mirrored", timeout_s: float = DEFAULT_WAIT_S) -> None:
         """Wait until every save so far is committed on local disk, or verified on every required mirror.
 
+        A stop request does not end it; it ends :meth:`close`, which waits for the uploads too.
+
         Raises:
             WaitTimeout: ``timeout_s`` seconds passed.
             DeadlinePassed: Uploads failed for good, so waiting longer does not help.
@@ -495,8 +497,8 @@ class CheckpointManager:
 
         The limit holds whatever a mirror does: a few seconds later, a thread that a mirror blocks is left behind.
 
-        Needs no other rank. After a stop request (``stop.requested``) it does not wait for uploads: what is pending
-        stays in the table, and the next start or ``ckptmirror drain`` finishes it.
+        Needs no other rank. After a stop request (``stop.requested``), also one that comes meanwhile, it does not wait
+        for uploads: what is pending stays in the table, and the next start or ``ckptmirror drain`` finishes it.
 
         Raises:
             BackgroundSaveFailed: The last save failed, or the disk had no room for some saves. After a stop request, a
@@ -516,18 +518,24 @@ class CheckpointManager:
                 hint="Pass the one that the training loop asks: stop = StopRequest().install().",
             )
         self._closed = True
-        stopped = stop is not None and stop.requested
-        failed = not stopped and _is_failure(sys.exc_info()[1])  # which is being handled around this call
+        stopped = False
+
+        def is_stopped() -> bool:
+            nonlocal stopped
+            if not stopped and stop is not None and stop.requested:
+                stopped = True
+                self.events.emit(stop_event(stop, self.ranks.rank))
+            return stopped
+
+        failed = not is_stopped() and _is_failure(sys.exc_info()[1])  # which is being handled around this call
         deadline = time.monotonic() + timeout_s
-        if stop is not None and stopped:
-            self.events.emit(stop_event(stop, self.ranks.rank))
         try:
             if self._saver is not None:
                 self._saver.end(timeout_s)
                 self._saver.release()
             elif self._last_before is not None:
                 self._last_before.raise_unobserved()
-            if not stopped or self._skipped_newest():
+            if not is_stopped() or self._skipped_newest():
                 raise_skipped(self._skipped)
         except (KeyboardInterrupt, SystemExit):
             stopped = True  # no waiting for uploads now, and pending uploads must not hide this error
@@ -538,7 +546,7 @@ class CheckpointManager:
             try:
                 if self._node is not None:
                     left_s = max(0.0, deadline - time.monotonic())
-                    self._node.finish(left_s, stopped=stopped, saving=saving, failed=failed)
+                    self._node.finish(left_s, is_stopped=is_stopped, saving=saving, failed=failed)
             except DeadlinePassed as error:
                 self._left_pending = error
                 raise

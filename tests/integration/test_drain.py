@@ -276,7 +276,7 @@ def test_exit_nonzero_if_last_save_not_durable(node: Callable[..., Node], server
     server.faults([Fault(operation="upload.*", status=403, times=0)])
     meta = commit_on(trainer, 100)
     with pytest.raises(DeadlinePassed, match="not verified") as passed:
-        trainer.finish(0.5, stopped=False)
+        trainer.finish(0.5, is_stopped=lambda: False)
     assert passed.value.exit_code == 8
     assert "drain" in passed.value.hint
     status = read_status(trainer.root)
@@ -299,7 +299,7 @@ def test_close_with_deadline_reports_unsent(
     server.faults([Fault(operation="upload.*", status=503, times=0)])
     meta = commit_on(trainer, 100)
     with pytest.raises(DeadlinePassed):
-        trainer.finish(0.5, stopped=False)
+        trainer.finish(0.5, is_stopped=lambda: False)
     assert "busy" not in caplog.text
     server.clear_faults()
     assert drain(trainer.root, timeout_s=60.0).pending == 0
@@ -309,7 +309,7 @@ def test_close_with_deadline_reports_unsent(
 def test_a_finished_run_with_everything_verified_ends_in_peace(node: Callable[..., Node]) -> None:
     trainer = node(memory_url())
     commit_on(trainer, 100)
-    trainer.finish(30.0, stopped=False)
+    trainer.finish(30.0, is_stopped=lambda: False)
     assert read_status(trainer.root).trainer["status"] == "finished"
 
 
@@ -319,7 +319,7 @@ def test_a_stopped_run_says_how_much_is_pending_and_raises_nothing(
     trainer = node(f"gs://{BUCKET}/{next(_numbers)}")
     server.faults([Fault(operation="upload.*", status=403, times=0)])
     commit_on(trainer, 100)
-    trainer.finish(30.0, stopped=True)
+    trainer.finish(30.0, is_stopped=lambda: True)
     assert read_status(trainer.root).trainer["status"] == "stopped"
     assert read_status(trainer.root).trainer["pending"] > 0
 

@@ -125,7 +125,7 @@ def test_a_run_that_lost_a_saves_records_does_not_end_as_if_it_were_mirrored(
     running.table.forget_save(meta.save_id)
     lost = make_save(tmp_path / "root", 200, ("model",), number=200)  # committed, and its records went
     with pytest.raises(DeadlinePassed):
-        running.finish(5.0, stopped=False)
+        running.finish(5.0, is_stopped=lambda: False)
     assert lost.step == 200
 
 
@@ -172,7 +172,7 @@ def test_a_save_that_a_person_removed_is_forgotten_loudly_and_the_run_ends_well(
     assert [(e.step, e.save_id) for e in told if isinstance(e, events.SaveGone)] == [(100, first.save_id)]
     assert "the save of step 100 was removed before it was mirrored" in caplog.text
     begin(running, second)
-    running.finish(30.0, stopped=False)
+    running.finish(30.0, is_stopped=lambda: False)
     assert object_names(open_store(url))
 
 

@@ -29,6 +29,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.save import commit
+from ckptmirror.local.status_file import read_status_file
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import memory
 from tests.integration.save_ranks_job import no_large_files
@@ -219,6 +220,43 @@ def test_next_process_continues_the_queue(tmp_path: Path) -> None:
         assert manager.resume(new_state()) is not None
         manager.wait("mirrored", timeout_s=30)
     assert (mirror / "meta_000001.json").exists()
+
+
+@pytest.mark.parametrize("asked_in", ["wait_mirrored", "_ask_once_more"])
+def test_a_stop_request_that_comes_while_close_waits_for_a_mirror_ends_the_wait(asked_in: str, tmp_path: Path) -> None:
+    """A finished job is preempted: without that, it would wait on until it is killed."""
+    hold = threading.Event()
+    stop = StopRequest()
+    manager = CheckpointManager(tmp_path / "root", [f"file://{tmp_path}/mirror"])
+    (store,) = faulty(manager)
+    state = new_state()
+    manager.resume(state)
+    handle = manager.save(1, state)
+    if asked_in == "_ask_once_more":
+        handle.wait("mirrored")
+    fault = StoreFault(times=0, when="before", hold=hold, hold_limit_s=60.0)
+    store.script(fault)
+    node = manager._node
+    assert node is not None
+    wait = getattr(node, asked_in)
+
+    def waiting(*given: Any, **named: Any) -> Any:
+        stop.request("preempted")
+        return wait(*given, **named)
+
+    setattr(node, asked_in, waiting)
+    stopped: list[events.Event] = []
+    manager.events.subscribe(lambda event: stopped.append(event) if isinstance(event, events.StopRequested) else None)
+    ended = threading.Timer(30.0, hold.set)
+    ended.start()
+    try:
+        manager.close(stop=stop)
+        assert not hold.is_set(), "it waited for the mirror"
+    finally:
+        ended.cancel()
+        hold.set()
+    assert len(stopped) == 1
+    assert read_status_file(tmp_path / "root")["status"] == "stopped"
 
 
 def test_a_failing_optional_mirror_never_stops_a_run_nor_its_end(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ckptmirror.flow.start.rewind import plan_rewind
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.table_place import open_known_table
 from tests.kit.cli import run
+from tests.kit.faults import flip_bit
 from tests.kit.training import same
 from tests.nodes.jobs import Job, built, whole
 
@@ -109,6 +110,26 @@ def test_the_parts_of_a_healthy_save_are_whole_when_every_byte_is_read_and_one_t
     data[-1] ^= 1
     shard.write_bytes(data)
     assert run("verify", "--deep", tmp_path / "b").returncode == 6
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_verify_sends_to_the_node_that_wrote_what_a_mirror_damaged(lost: bool, tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    mirror = tmp_path / "mirror"
+    (written_by_b,) = (mirror / "dcp_000002").glob("__1_0.distcp")
+    if lost:
+        written_by_b.unlink()
+    else:
+        flip_bit(written_by_b)
+    where = ("--mirror", f"file://{mirror}", "--deep")
+    ended = run("verify", "--root", tmp_path / "a", *where)
+    assert ended.returncode == 6
+    said = " ".join((ended.stdout + ended.stderr).split())
+    assert f"ckptmirror drain --root {tmp_path}/a" not in said
+    assert "then `ckptmirror drain` on that node" in said
+    assert f"ckptmirror drain --root {tmp_path}/b" in run("verify", "--root", tmp_path / "b", *where).stdout
+    assert run("drain", "--root", tmp_path / "b").returncode == 0
+    assert run("verify", "--root", tmp_path / "a", *where).returncode == 0
 
 
 def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None:

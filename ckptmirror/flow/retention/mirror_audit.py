@@ -91,11 +91,19 @@ class MirrorAudit:
         if self.is_asking() or (self.waits_for(self._mirrors) and self._clock() - self._asked_s >= ASK_AGAIN_S):
             self._ask_beside(_SHORT_S)
 
-    def ask_once_more(self, urls: Collection[str], timeout_s: float) -> None:
-        """Ask these mirrors once more, and wait at most ``timeout_s`` seconds: a rotation may delay the answers."""
+    def ask_once_more(self, urls: Collection[str], timeout_s: float, is_stopped: Callable[[], bool]) -> None:
+        """Ask these mirrors once more, and wait at most ``timeout_s`` seconds: a rotation may delay the answers.
+
+        It waits no longer once ``is_stopped()``.
+        """
         self.reopen(urls)
         self._thread = None
-        self._ask_beside(timeout_s)
+        ends_s = time.monotonic() + timeout_s
+        self._ask_beside(0.0)
+        while (left_s := ends_s - time.monotonic()) > 0 and self._thread is not None and not is_stopped():
+            self._thread.join(min(left_s, _SHORT_S))
+            if not self.is_asking():
+                return
 
     def _ask_beside(self, timeout_s: float) -> None:
         if not self.is_asking():

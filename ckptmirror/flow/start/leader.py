@@ -349,11 +349,14 @@ class Node:
         if self._rotation_thread is not None:
             self._rotation_thread.wake()
 
-    def wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
+    def wait_mirrored(
+        self, save_id: str | None, timeout_s: float, *, is_stopped: Callable[[], bool] = lambda: False
+    ) -> bool:
         """Wait until a save (None: every save, earlier ones included) is verified on every mirror that counts.
 
         Returns:
-            False if the time runs out, or as soon as only permanent failures are left, or this attempt is fenced.
+            False if the time runs out, or as soon as only permanent failures are left, or this attempt is fenced, or
+            the run was asked to stop.
         """
         workers = self._workers
         if workers is None:
@@ -363,7 +366,7 @@ class Node:
             workers.notify()
 
         def is_over() -> bool:
-            if self.fenced() is not None:
+            if self.fenced() is not None or is_stopped():
                 return True
             asked = save_id is not None or self._audit is None or not self._audit.waits_for(self._counting())
             return asked and not self._still_moving(save_id)
@@ -576,12 +579,14 @@ class Node:
         }
         write_status_file(self.root, facts)
 
-    def finish(self, timeout_s: float, *, stopped: bool, saving: bool = False, failed: bool = False) -> None:
+    def finish(
+        self, timeout_s: float, *, is_stopped: Callable[[], bool], saving: bool = False, failed: bool = False
+    ) -> None:
         """Upload what is pending within ``timeout_s`` seconds, then release everything (see :meth:`close`).
 
         Args:
             timeout_s: The limit.
-            stopped: Whether the run was asked to stop.
+            is_stopped: Whether the run was asked to stop by now: then it waits no longer for uploads.
             saving: Whether a save is in flight.
             failed: Whether training ends because of an error of its own.
 
@@ -590,17 +595,17 @@ class Node:
         """
         services_ended = None
         ends_s = time.monotonic() + timeout_s
-        limit_s = _STOPPED_LIMIT_S if stopped else _STOP_LATE_S
+        limit_s = _STOPPED_LIMIT_S if is_stopped() else _STOP_LATE_S
         try:
             self.end_attempt(failed=failed)
             self.fenced()  # recreates a deleted control directory while mirrors can still be asked
-            unasked = self._see_to_the_rest(timeout_s, stopped)
-            limit_s = limit_s if stopped else max(limit_s, ends_s - time.monotonic())
+            unasked = self._see_to_the_rest(timeout_s, is_stopped)
+            limit_s = _STOPPED_LIMIT_S if is_stopped() else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)
             found = self.durability()  # only now: the threads that just ended may have added something
             pending, has_sent_all = found.files, self._has_sent_all(found)
             reason = self._named(found.open[0]) if found.open else ""
-            status = "stopped" if stopped else "incomplete" if pending or unasked else "finished"
+            status = "stopped" if is_stopped() else "incomplete" if pending or unasked else "finished"
             if self.claim is not None:
                 self.write_status(status, pending=pending)
                 number = self.claim.attempt.number
@@ -612,7 +617,7 @@ class Node:
             f"{url} has not confirmed that it still has what was verified there ({why})."
             for url, why in unasked.items()
         ]
-        if lines and not stopped:
+        if lines and not is_stopped():
             hint = f"Run `ckptmirror drain --root {quote(str(self.root))}`."
             if has_sent_all and not unasked:
                 hint = (
@@ -625,25 +630,27 @@ class Node:
                 "%s `ckptmirror drain --root %s`, or the next start, finishes them.", line, quote(str(self.root))
             )
 
-    def _see_to_the_rest(self, timeout_s: float, stopped: bool) -> dict[str, str]:
+    def _see_to_the_rest(self, timeout_s: float, is_stopped: Callable[[], bool]) -> dict[str, str]:
         """Wait for the uploads unless the run was stopped; return the mirrors that were not asked, with the reason."""
         deadline = time.monotonic() + timeout_s
         try:
             self.table.mirrors()
         except (BrokenTable, NoTable) as error:
             self.recreate_table(error)
-        if not stopped and (self.wait_mirrored(None, timeout_s) or self._workers is None):
+        if is_stopped():
+            return {}
+        if self.wait_mirrored(None, timeout_s, is_stopped=is_stopped) or self._workers is None:
             if self._audit is not None and timeout_s > 0:  # without time there is no waiting for an answer
-                return self._ask_once_more(self._audit, deadline - time.monotonic())
+                return self._ask_once_more(self._audit, deadline - time.monotonic(), is_stopped)
             return {}  # each answered at least once
-        return {} if stopped else self._unasked()
+        return {} if is_stopped() else self._unasked()
 
-    def _ask_once_more(self, audit: MirrorAudit, timeout_s: float) -> dict[str, str]:
+    def _ask_once_more(self, audit: MirrorAudit, timeout_s: float, is_stopped: Callable[[], bool]) -> dict[str, str]:
         """Check that no mirror was emptied, and resend what is missing; return the mirrors that do not answer."""
         ends_s = time.monotonic() + timeout_s
-        audit.ask_once_more(self._counting(), timeout_s)
+        audit.ask_once_more(self._counting(), timeout_s, is_stopped)
         if self.unsafe_saves():
-            self.wait_mirrored(None, ends_s - time.monotonic())
+            self.wait_mirrored(None, ends_s - time.monotonic(), is_stopped=is_stopped)
         unasked = self._unasked()
         for url in unasked.keys() & audit.silent():
             save_logger(_log, mirror=url).warning("%s is silent now (%s); all was verified earlier", url, unasked[url])

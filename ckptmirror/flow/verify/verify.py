@@ -28,7 +28,7 @@ from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound
-from ckptmirror.core.model import Artifact, Kind
+from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, Verdict, delete_command, kinds_to_stage, outcome, repair_command, worst
@@ -48,6 +48,10 @@ from ckptmirror.stores.retrying import OnWait
 __all__ = ["Target", "Verification", "VerifiedSave", "target_of", "verify"]
 
 _FAULTS_LISTED = 100
+_SENT_BY_OTHERS = (
+    "what is damaged on the mirror and is not here, another node wrote: `ckptmirror verify --root ROOT --mirror URL "
+    "--deep` and then `ckptmirror drain` on that node send it again"
+)
 _COMPARED_ON_MIRROR = (
     "the tensors of what several nodes wrote are compared on a mirror: `ckptmirror verify URL --tensors`"
 )
@@ -200,6 +204,9 @@ def verify(
             on_it = [subject for subject in subjects if subject.place == mirror.url]
             pending_again += table.doubt(mirror, on_it, notes) if deep else 0
             notes += table.notes_on(mirror, on_it)
+        parts = [one.meta for one in everything if not one.is_on_mirror and one.meta is not None]
+        if any(_are_of_others(one, part) for one in subjects for part in parts if one.save_id == part.save_id):
+            notes.append(_SENT_BY_OTHERS)
         saves = tuple(
             replace(_verified(subject, subjects, table), tensors=compared.get(id(subject))) for subject in subjects
         )
@@ -351,7 +358,7 @@ def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
     others = [one for one in everything if one.save_id == save_id and one.place != subject.place]
     if subject.is_on_mirror:
         here = next((one for one in others if not one.is_on_mirror and one.state() == "whole"), None)
-        if here is None or here.meta is None or here.meta.partial:
+        if here is None or here.meta is None or here.meta.partial or _are_of_others(subject, here.meta):
             return ""
         return command(root=here.place, is_known=table.knows(subject.place))
     if any(one.step == subject.step and one.standing == "current" and one.save_id != save_id for one in everything):
@@ -365,6 +372,12 @@ def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
         return ""
     aside = f"mv {quote(subject.name)} {quote(subject.name)}.broken && " if subject.meta is None else ""
     return aside + command(mirror=copies[0])
+
+
+def _are_of_others(subject: Subject, part: Meta) -> bool:
+    """Whether files of a save that are damaged on a mirror are not in this disk's part of it."""
+    here = {names.plain(artifact.path) for artifact in part.artifacts}
+    return not part.is_whole and any(names.plain(path) not in here for path in subject.faults)
 
 
 def _kinds_to_stage(subject: Subject, row: SaveRow | None) -> tuple[Kind, ...]:
