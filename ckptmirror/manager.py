@@ -455,7 +455,9 @@ class CheckpointManager:
     # -- look -----------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """Return what is saved and what is not yet safe. Reads only this node's disk.
+        """Return what is saved and what is not yet safe. Asks no mirror.
+
+        Reads only this node's disk, and the persistent directory: if that hangs, it takes up to 20 s.
 
         Raises:
             NoTable: Several hosts mount the root, and the pending-uploads table is on another one, that of the leader.
@@ -486,7 +488,10 @@ class CheckpointManager:
             raise WaitTimeout(why, hint=f"Uploads continue; see `ckptmirror status {at}`.")
 
     def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
-        """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Returns None except on the leader."""
+        """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Returns None except on the leader.
+
+        Before each deletion it asks the mirrors, whose answers have limits of their own: a hanging one costs minutes.
+        """
         self._check_open()
         return self._node.rotate_now(timeout_s) if self._node is not None else None
 
