@@ -26,7 +26,10 @@ def waiting_text(mirror: str, one: Uncommitted, this_node: str = "") -> str:
     there += [f"{len(one.shares) - _SHOWN} more nodes"] * (len(one.shares) > _SHOWN)
     if one.other_files:
         there.append(f"{_files(one.other_files, one.other_bytes)} of nodes that are not done")
-    unknown = "how much is lacking, `ckptmirror status` there says, and `ckptmirror drain` there finishes it"
+    unknown = (
+        "how much is lacking, `ckptmirror status` there says, and `ckptmirror drain` there finishes it, or "
+        f"`ckptmirror push --mirror {mirror}` there if it does not use this mirror"
+    )
     rest = (this_node or unknown) if parts.absent(1) else "`ckptmirror drain` on any of them does it"
     return (
         f"step {parts.step} (save {one.save_id[:8]}) is not committed on {mirror}: {parts.nodes} nodes saved it, and "

@@ -100,7 +100,8 @@ def _of_this_node(one: AwaitedSave) -> str:
     if not one.unsent_files or one.this_node in one.found.parts.names:
         return ""
     files = f"{one.unsent_files} file{'s' if one.unsent_files > 1 else ''} ({size(one.unsent_bytes)})"
-    return f"this is node {one.this_node}, and {files} of it are not verified there: `ckptmirror drain` sends them"
+    sends = "`ckptmirror drain`" if one.is_queued else f"`ckptmirror push --mirror {one.mirror}`"
+    return f"this is node {one.this_node}, and {files} of it are not verified there: {sends} sends them"
 
 
 def _awaited_facts(one: AwaitedSave) -> dict[str, Any]:

@@ -120,6 +120,7 @@ class AwaitedSave:
         this_node: This node's number in that save; None if this disk has no part of it.
         unsent_files: How many files of this node's part its table has not verified there; its meta is one of them.
         unsent_bytes: Their bytes.
+        is_queued: Whether the table has records for this mirror; if it has none, a drain sends nothing there.
     """
 
     mirror: str
@@ -127,6 +128,7 @@ class AwaitedSave:
     this_node: int | None = None
     unsent_files: int = 0
     unsent_bytes: int = 0
+    is_queued: bool = True
 
 
 def read_awaited(
@@ -144,11 +146,14 @@ def read_awaited(
         for url in dict.fromkeys(normalise_url(url) for url in mirrors):
             for found in uncommitted_on(url, on_wait):
                 mine = next((one for one in parts.values() if one.save_id.startswith(found.save_id)), None)
-                records = table.records(save_id=mine.save_id, mirror=url) if mine is not None else []
-                unsent = [record for record in records if record.state in WAITING]
-                unsent_bytes = sum(record.size_bytes or 0 for record in unsent)
-                node = mine.node if mine is not None else None
-                awaited.append(AwaitedSave(url, found, node, len(unsent), unsent_bytes))
+                if mine is None:
+                    awaited.append(AwaitedSave(url, found))
+                    continue
+                records = table.records(save_id=mine.save_id, mirror=url)
+                unsent = [record.size_bytes or 0 for record in records if record.state in WAITING]
+                if not records:
+                    unsent = [0, *(artifact.digest.size_bytes for artifact in mine.artifacts)]
+                awaited.append(AwaitedSave(url, found, mine.node, len(unsent), sum(unsent), is_queued=bool(records)))
     return awaited
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,16 +13,17 @@ import pytest
 import torch
 
 from ckptmirror import CheckpointManager, TrainState, load_checkpoint, stage_checkpoint_step
-from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, DeadlinePassed, RefusedOnlyCopy
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, DeadlinePassed, RefusedOnlyCopy, WaitTimeout
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.start.rewind import plan_rewind
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.table_place import open_known_table
 from tests.kit.cli import run
-from tests.kit.faults import flip_bit
+from tests.kit.faults import faulty, flip_bit
+from tests.kit.faulty_store import StoreFault
 from tests.kit.training import same
-from tests.nodes.jobs import Job, built, whole
+from tests.nodes.jobs import WAIT_S, Job, built, whole
 
 pytestmark = pytest.mark.long
 
@@ -95,6 +97,25 @@ def test_one_node_that_goes_on_alone_gives_a_new_mirror_the_whole_save(tmp_path:
     assert there == {one.path for one in meta_at(tmp_path / "mirror").artifacts}
 
 
+def test_a_node_that_goes_on_alone_waits_until_a_new_mirror_has_the_save_that_it_brought(tmp_path: Path) -> None:
+    """When the start looked, this disk had only a part of it."""
+    Job(tmp_path, "ab", (1, 2)).run()
+    other, hold = tmp_path / "other", threading.Event()
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), extra={})
+    manager = CheckpointManager(tmp_path / "a", [f"file://{tmp_path}/mirror", f"file://{other}"])
+    _, slow = faulty(manager)
+    slow.script(StoreFault("upload", times=0, hold=hold, hold_limit_s=WAIT_S))
+    start = manager.resume(state)
+    assert start is not None
+    assert start.step == 2
+    with pytest.raises(WaitTimeout):
+        manager.wait("mirrored", timeout_s=0.5)
+    hold.set()
+    manager.close(timeout_s=WAIT_S)
+    assert meta_at(other).is_whole
+
+
 def test_the_parts_of_a_healthy_save_are_whole_when_every_byte_is_read_and_one_that_lost_a_bit_is_not(
     tmp_path: Path,
 ) -> None:
@@ -130,6 +151,20 @@ def test_verify_sends_to_the_node_that_wrote_what_a_mirror_damaged(lost: bool, t
     assert f"ckptmirror drain --root {tmp_path}/b" in run("verify", "--root", tmp_path / "b", *where).stdout
     assert run("drain", "--root", tmp_path / "b").returncode == 0
     assert run("verify", "--root", tmp_path / "a", *where).returncode == 0
+
+
+def test_a_node_that_left_before_a_mirror_was_added_pushes_what_is_waited_for_there(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    other = f"file://{tmp_path}/other"
+    Job(tmp_path, "ac", (3,), also=other, keep_last=9).run()
+    (line,) = {line for line in run("ls", other).stdout.splitlines() if "step 2" in line or line.split()[:1] == ["2"]}
+    assert "waits for node 1" in line
+    said = [line for line in run("status", tmp_path / "b", "--mirror", other).stdout.splitlines() if "waiting" in line]
+    push = f"ckptmirror push --mirror {other} --root {tmp_path}/b"
+    assert said
+    assert all("this is node 1, and " in line and f"`{push}` sends them" in line for line in said), said
+    assert run(*push.split()[1:]).returncode == 0
+    assert {meta.step for meta in local_catalog(tmp_path / "other").saves.values()} >= {2, 3}
 
 
 def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None:

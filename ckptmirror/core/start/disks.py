@@ -111,6 +111,11 @@ class Torn:
     behind: frozenset[str] = frozenset()
     cannot_be_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def without(self, save_id: str) -> Torn:
+        """Return the same without a save that has been brought whole in the place of its part since."""
+        others = {one: mirrors for one, mirrors in self.cannot_be_on.items() if one != save_id}
+        return Torn(self.all - {save_id}, self.behind - {save_id}, others)
+
 
 def torn(evidence: Evidence, attempt: Attempt) -> Torn:
     """Return the saves of which this job has parts alone.

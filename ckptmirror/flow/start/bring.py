@@ -165,13 +165,15 @@ class Bringer:
             for save in never_whole(self.seen.evidence)
         }
 
-    def torn(self, attempt: Attempt) -> Torn:
+    def torn(self, attempt: Attempt, proposal: Proposal) -> Torn:
         """Return the saves of which disks of this job have parts, and no disk of this job has the rest.
 
         Args:
             attempt: The attempt that has claimed the run.
+            proposal: What it begins from, which is whole in the root now unless it was gathered beside it.
         """
-        return torn(self.seen.evidence, attempt)
+        found = torn(self.seen.evidence, attempt)
+        return found if proposal.meta is None or proposal.gathered else found.without(proposal.meta.save_id)
 
     @property
     def chosen(self) -> Try | None:

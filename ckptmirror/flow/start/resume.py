@@ -502,7 +502,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
         except StartOver as why:
             bringer.start_over(why)
             return ()
-        return _Claimed(own.record, own.unclaimed, bringer.abandoned, bringer.torn(own.attempt))
+        return _Claimed(own.record, own.unclaimed, bringer.abandoned, bringer.torn(own.attempt, proposal))
 
     made = _meet_until_done(ranks, make if bringer is not None else None, node, "claim the run")[0]
     if not isinstance(made, _Claimed):
