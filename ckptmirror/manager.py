@@ -34,11 +34,9 @@ from ckptmirror.arguments import (
 from ckptmirror.core import events, signing
 from ckptmirror.core.command_changes import checked_wins
 from ckptmirror.core.errors import (
-    AttemptFenced,
     CkptMirrorError,
     ConfigError,
     DeadlinePassed,
-    NoTable,
     UsageError,
     WaitTimeout,
 )
@@ -49,6 +47,7 @@ from ckptmirror.core.per_rank import check_patterns
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.stages import stages_of
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
+from ckptmirror.flow.mirror_wait import MirrorWait
 from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, raise_skipped
@@ -58,7 +57,7 @@ from ckptmirror.flow.start.disk_room import say_if_disk_is_small
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.start.resume_policy import Policy
-from ckptmirror.flow.status import Status, is_mirrored, is_on_mirrors, read_status
+from ckptmirror.flow.status import Status, read_status
 from ckptmirror.formats.train_state import check_is_state, check_state
 from ckptmirror.local.directories import absolute_dir
 from ckptmirror.local.keys import use_keys
@@ -77,7 +76,6 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointManager"]
 
 _log = logging.getLogger("ckptmirror")
-_POLL_S, _ASK_MIRROR_EVERY_S = 0.2, 5.0
 _LEAVING_SAVE_S, _LEAVING_TELL_S = 60.0, 10.0
 
 
@@ -156,8 +154,7 @@ class CheckpointManager:
         self._pid = os.getpid()
         self._skipped: list[SaveHandle] = []  # for lack of room
         self._snapshot_step = -1
-        self._table_is_here = True
-        self._torn: frozenset[str] = frozenset()  # saves that wait for nodes which are not of this job
+        self._mirror_wait = MirrorWait(self.root, self._specs, self._state_dir)
         self._unchanged: UnchangedCheck | None = None
         self._closed = False
         self._freed = False
@@ -277,7 +274,7 @@ class CheckpointManager:
                 )
         if self._unchanged is not None:
             self._unchanged.end()
-        info, run_id, attempt, self._torn, self._unchanged = resume_run(
+        info, run_id, attempt, torn, self._unchanged = resume_run(
             self.root,
             self.ranks,
             self._node,
@@ -288,6 +285,7 @@ class CheckpointManager:
             stages=self._stages,
             bus=self.events,
         )
+        self._mirror_wait.torn, self._mirror_wait.attempt = torn, attempt.number
         leader: LeaderSide | None = None
         if self._node is not None:
             leader = LeaderSide(
@@ -479,13 +477,8 @@ class CheckpointManager:
         self._started().wait_over(timeout_s)
         raise_skipped(self._skipped)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
-            at = f"--root {quote(str(self.root))}"
-            if failed := self.status().failed_files if self._table_is_here else 0:
-                why = f"Not everything is mirrored, and {failed} upload{'s' if failed > 1 else ''} failed for good."
-                then = f"`ckptmirror status {at}` says why; fix the cause, then `ckptmirror retry {at}`."
-                raise DeadlinePassed(why, hint=then)
             why = f"Not everything is mirrored after {timeout_s:g} s."
-            raise WaitTimeout(why, hint=f"Uploads continue; see `ckptmirror status {at}`.")
+            raise WaitTimeout(why, hint=f"Uploads continue; see `ckptmirror status --root {quote(str(self.root))}`.")
 
     def rotate(self, timeout_s: float = 300.0) -> RotationReport | None:
         """Rotate now, waiting up to ``timeout_s`` seconds for pending uploads. Returns None except on the leader.
@@ -514,7 +507,7 @@ class CheckpointManager:
         if self._is_inherited:
             return
         if self._freed:
-            if self._left_pending is not None and not self._is_mirrored(None):
+            if self._left_pending is not None and not self._mirror_wait.is_mirrored(None, leads=self._node is not None):
                 raise self._left_pending
             return
         if stop is not None and not isinstance(stop, StopRequest):
@@ -624,27 +617,7 @@ class CheckpointManager:
             _log.warning("%s: close() was not called. %s", self.root, safe if self._urls else none)
 
     def _wait_mirrored(self, save_id: str | None, timeout_s: float) -> bool:
-        if self._node is not None:
-            is_mirrored_now = self._node.wait_mirrored(save_id, timeout_s)
-            if not is_mirrored_now and timeout_s > 0 and (reason := self._node.fenced()) is not None:
-                raise AttemptFenced(reason)
-            return is_mirrored_now
-        deadline = time.monotonic() + timeout_s
-        while not self._is_mirrored(save_id):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_POLL_S if self._table_is_here else _ASK_MIRROR_EVERY_S)
-        return True
-
-    def _is_mirrored(self, save_id: str | None) -> bool:
-        if self._table_is_here:
-            try:
-                return is_mirrored(self.root, save_id, self._state_dir, self._urls, besides=self._torn)
-            except NoTable:
-                if self._node is not None:
-                    raise
-                self._table_is_here = False  # but on another host, which mounts this root too
-        return is_on_mirrors(self.root, save_id, self._specs, besides=self._torn)
+        return self._mirror_wait.wait(self._node, save_id, timeout_s)
 
     def _started(self) -> Saver:
         self._check_open()

@@ -23,13 +23,23 @@ from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of, with_kept
+from ckptmirror.flow.upload.workers import still_moving
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
 
-__all__ = ["AwaitedSave", "SaveLine", "Status", "is_mirrored", "is_on_mirrors", "read_awaited", "read_status"]
+__all__ = [
+    "AwaitedSave",
+    "SaveLine",
+    "Status",
+    "is_mirrored",
+    "is_on_mirrors",
+    "read_awaited",
+    "read_status",
+    "uploads_left",
+]
 
 
 @dataclass(frozen=True)
@@ -182,6 +192,28 @@ def is_mirrored(
             now = durability(table, metas, counting_rows(rows))
             return not now.unasked and all(one.save_id in besides for one in now.open)
         return not open_saves(table, metas, counting_rows(rows), [save_id])
+
+
+def uploads_left(
+    root: Path,
+    save_id: str | None,
+    state_dir: Path | None = None,
+    configured: Collection[str] | None = None,
+    *,
+    besides: Collection[str] = (),
+) -> tuple[int, int]:
+    """Return how many files may still become verified by themselves, and how many failed for good.
+
+    The arguments are those of :func:`is_mirrored`.
+
+    Raises:
+        NoTable: ckptmirror has not saved here.
+    """
+    with open_known_table(root, state_dir, read_only=True) as table:
+        counts = counting_rows([row for row in table.mirrors() if configured is None or row.url in configured])
+        records = table.records(save_id=save_id, state=RecordState.FAILED)
+        failed = sum(record.mirror in counts and record.save_id not in besides for record in records)
+        return still_moving(table, counts, save_id, besides=besides), failed
 
 
 def is_on_mirrors(

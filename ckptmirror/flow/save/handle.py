@@ -114,6 +114,7 @@ class SaveHandle:
         Raises:
             BackgroundSaveFailed: The save failed; the cause is attached.
             WaitTimeout: ``timeout_s`` seconds passed.
+            DeadlinePassed: It is not mirrored: an upload failed for good, or the leader of this node has ended.
             AttemptFenced: It is not mirrored, and never will be by this attempt: a newer one has started.
         """
         if until not in _PHASES:

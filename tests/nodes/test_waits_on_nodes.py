@@ -1,0 +1,83 @@
+"""Each rank's wait for the mirrors ends as that of the leader of its node does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckptmirror import CheckpointManager, TrainState
+from ckptmirror.core.errors import AttemptFenced, DeadlinePassed
+from tests.kit.faults import faulty, refusing
+from tests.kit.faulty_store import StoreFault
+from tests.kit.processes import outcome, run_ranks
+from tests.nodes.jobs import WAIT_S, built, train
+
+pytestmark = pytest.mark.long
+
+RIVAL = """
+import sys
+from pathlib import Path
+from tests.nodes.test_waits_on_nodes import rival
+rival(Path(sys.argv[1]))
+"""
+
+
+def rival(base: Path) -> None:
+    """Claim the run from another disk."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), extra={})
+    with CheckpointManager(base / "rival", [f"file://{base}/mirror"]) as manager:
+        assert manager.resume(state) is not None
+
+
+def wait_in_vain(rank: int, base: str, what: str) -> list[tuple[str, str, int]]:
+    """Wait for what cannot be mirrored any more, with no limit that would be reached; return how each wait ends."""
+    manager = CheckpointManager(Path(base) / "aab"[rank], [f"file://{base}/mirror"], timeout_s=WAIT_S)
+    state = built("fsdp")
+    if what != "fenced" and manager.ranks.is_leader:
+        faulty(manager, refusing() if what == "refused" else StoreFault("upload", when="before", times=0))
+    manager.resume(state)
+    train(state, rank, 1)
+    first = manager.save(1, state)
+    if what == "fenced":
+        first.wait("mirrored", timeout_s=WAIT_S)
+        manager.ranks.exchange(None, what="all are mirrored")
+        if rank == 0:
+            subprocess.run([sys.executable, "-c", RIVAL, base], check=True, timeout=WAIT_S)
+        manager.ranks.exchange(None, what="the rival has claimed the run")
+        first = manager.save(2, state)
+    first.wait("committed", timeout_s=WAIT_S)
+    if what == "closed":
+        manager.ranks.exchange(None, what="all are committed")
+        if manager.ranks.is_leader:
+            outcome(lambda: manager.close(timeout_s=0.0))
+            return []
+    ended = [
+        outcome(lambda: manager.wait("mirrored", timeout_s=10 * WAIT_S)),
+        outcome(lambda: first.wait("mirrored", timeout_s=10 * WAIT_S)),
+    ]
+    outcome(lambda: manager.close(timeout_s=0.0))
+    return ended
+
+
+def test_a_wait_for_uploads_that_failed_for_good_ends_on_every_rank(tmp_path: Path) -> None:
+    for ended in run_ranks(3, wait_in_vain, str(tmp_path), "refused", limit_s=WAIT_S):
+        for kind, message, code in ended:
+            assert (kind, code) == (DeadlinePassed.__name__, 8)
+            assert "failed for good" in message
+
+
+def test_a_wait_ends_once_the_leader_of_the_node_has_closed(tmp_path: Path) -> None:
+    _, ended, _ = run_ranks(3, wait_in_vain, str(tmp_path), "closed", limit_s=WAIT_S)
+    for kind, message, code in ended:
+        assert (kind, code) == (DeadlinePassed.__name__, 8)
+        assert "the leader of this node has closed its manager" in message
+
+
+def test_a_wait_of_a_fenced_attempt_ends_on_every_rank(tmp_path: Path) -> None:
+    for ended in run_ranks(3, wait_in_vain, str(tmp_path), "fenced", limit_s=WAIT_S):
+        assert [kind for kind, _, _ in ended] == [AttemptFenced.__name__] * 2, ended
