@@ -86,6 +86,7 @@ def wait_for_what_cannot_be_sent(rank: int, base: Path) -> str:
         with pytest.raises(WaitTimeout) as caught:
             manager.wait("mirrored", timeout_s=1.0)
         ended = str(caught.value)
+    manager.ranks.exchange(None, what="the other host has waited")
     with suppress(CkptMirrorError):
         manager.close(timeout_s=0.0)
     return ended

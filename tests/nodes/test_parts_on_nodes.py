@@ -18,10 +18,12 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.start.rewind import plan_rewind
 from ckptmirror.flow.status import read_status
+from ckptmirror.local import crashpoints
 from ckptmirror.local.table_place import open_known_table
 from tests.kit.cli import run
 from tests.kit.faults import faulty, flip_bit
 from tests.kit.faulty_store import StoreFault
+from tests.kit.processes import run_ranks
 from tests.kit.training import same
 from tests.nodes.jobs import WAIT_S, Job, built, whole
 
@@ -114,6 +116,27 @@ def test_a_node_that_goes_on_alone_waits_until_a_new_mirror_has_the_save_that_it
     hold.set()
     manager.close(timeout_s=WAIT_S)
     assert meta_at(other).is_whole
+
+
+def go_on_alone(rank: int, base: str, crash_at: str) -> None:
+    """Bring the save in the place of the part, and die there."""
+    crashpoints.arm(crash_at)
+    state = TrainState(model=torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5)), extra={})
+    with CheckpointManager(Path(base) / "a", [f"file://{base}/mirror", f"file://{base}/other"]) as manager:
+        manager.resume(state)
+
+
+@pytest.mark.parametrize("crash_at", ["dir.exchange:before", "dir.exchange:after", "trash.rename:after"])
+def test_i1_a_part_that_gives_way_to_the_whole_save_is_here_or_the_whole_is_whenever_the_process_dies(
+    crash_at: str, tmp_path: Path
+) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    run_ranks(1, go_on_alone, str(tmp_path), crash_at, dead=(0,), limit_s=WAIT_S)
+    (tmp_path / "mirror").rename(tmp_path / "lost")
+    run("drain", "--root", tmp_path / "a", "--timeout", "0")  # it reconciles, and empties the trash
+    assert run("verify", "--deep", tmp_path / "a").returncode == 0
+    here = local_catalog(tmp_path / "a").with_parts()
+    assert {meta.step for meta in here.whole.values()} >= {2}
 
 
 def test_the_parts_of_a_healthy_save_are_whole_when_every_byte_is_read_and_one_that_lost_a_bit_is_not(

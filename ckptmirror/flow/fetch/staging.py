@@ -6,7 +6,8 @@ Order (DESIGN.md §3, "Stage"):
 2. The rest is received into temporaries, with every block verified, and fsynced.
 3. The files get their final names, never replacing anything.
 4. With ``refresh``, the metas of other saves that are replaced are moved to trash. Then each broken file of this save
-   is moved away, and the whole file gets its name.
+   is moved away, and the whole file gets its name. A directory takes that of the broken one, or of a node's part, in
+   one step, if the file system can exchange names.
 5. The meta is written, last, with the same save id and ``staged_from``. From here the save is staged. An earlier meta
    of this save is replaced in that one step if the new one names more; otherwise it stays, and a trainer's always does.
 6. The files of metas in the trash are moved there too, and the trash is emptied.
@@ -204,6 +205,10 @@ class Staging:
         place = Destination(self._dest, meta.step, replaces=only, own_root=self._own_root)
         stale, others = self._judged(place, meta) if replaces else ([], [])
         staged = self._bring(place, meta, wanted, kinds, stale)
+        for name in by_top(staged.artifacts):  # a crash may have left what an exchange put there
+            tmp = self._tmp_of(names.untagged(name), staged.save_id)
+            if os.path.lexists(tmp):
+                trash.move_to_trash(self._dest, tmp)
         place.finish_replacing()
         for other in others:
             self.bring(other, [], ())
@@ -463,8 +468,7 @@ class Staging:
                 self._publish_one(place, name, new)
         self._put_aside(stale if keeps_its_name else [*earlier, *stale])
         for name in waiting:
-            trash.move_to_trash(self._dest, self._dest / name)
-            self._publish_one(place, name, new)
+            self._replace_one(place, name, new)
         directories.fsync_dir(self._dest)
         if same is None or new is not same.meta:
             meta_path = self._dest / names.SaveName(new.step, new.tag).meta
@@ -477,14 +481,28 @@ class Staging:
         if replaced:
             directories.fsync_dir(self._dest)
 
+    def _replace_one(self, place: Destination, name: str, new: Meta) -> None:
+        """Publish in the place of what has the name; a directory in one step, since it may be a node's healthy part."""
+        tmp, old = self._tmp_of(names.untagged(name), new.save_id), self._dest / name
+        if tmp.is_dir() and old.is_dir() and not old.is_symlink():
+            self._drop_strangers(place, tmp, name, new)
+            if directories.exchange_dirs(tmp, old):
+                trash.move_to_trash(self._dest, tmp)
+                return
+        trash.move_to_trash(self._dest, old)
+        self._publish_one(place, name, new)
+
     def _publish_one(self, place: Destination, name: str, new: Meta) -> None:
         tmp = self._tmp_of(names.untagged(name), new.save_id)
         if not tmp.is_dir():
             directories.rename_noreplace(tmp, self._dest / name)
             return
+        self._drop_strangers(place, tmp, name, new)
+        directories.publish_dir(tmp, self._dest / name)
+
+    def _drop_strangers(self, place: Destination, tmp: Path, name: str, new: Meta) -> None:
         for stray in place.strangers(tmp.name, below_top(by_top(new.artifacts)[name])):
             trash.move_to_trash(self._dest, tmp / stray)
-        directories.publish_dir(tmp, self._dest / name)
 
 
 def _digests(meta: Meta) -> dict[str, Digest]:
