@@ -56,7 +56,7 @@ from ckptmirror.flow.save.save_parts import import_formats
 from ckptmirror.flow.start.disk_room import say_if_disk_is_small
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume import resume_run
-from ckptmirror.flow.start.resume_policy import Policy
+from ckptmirror.flow.start.resume_policy import Policy, policy_text
 from ckptmirror.flow.status import Status, read_status
 from ckptmirror.formats.train_state import check_is_state, check_state
 from ckptmirror.local.directories import absolute_dir
@@ -263,8 +263,14 @@ class CheckpointManager:
                 name_rules(exclude, rename, strict=strict),
             )
 
-        what = "begin to resume"
-        options = agreed_options(self.ranks, checked, what=what, stages=self._stages, policy=policy, force=force)
+        options = agreed_options(
+            self.ranks,
+            checked,
+            what="begin to resume",
+            stages=self._stages,
+            policy=policy_text(self.root, policy),
+            force=force,
+        )
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
             self._saver = None  # its attempt is over, even if this resume fails

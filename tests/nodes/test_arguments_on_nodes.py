@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, stage_checkpoint_step
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError
 from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import WAIT_S, Job, built
@@ -64,6 +64,19 @@ def test_a_wrong_argument_of_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "nonsense" in first[1]
     assert first_goes_on
     assert second_goes_on
+
+
+def go_back_by_path(rank: int, base: str) -> int | None:
+    root = Path(base) / "ab"[rank]
+    with CheckpointManager(root, [f"file://{base}/mirror"], timeout_s=WAIT_S) as manager:
+        info = manager.resume(built("fsdp"), policy=root / "dcp_000001")
+        return info.step if info is not None else None
+
+
+def test_the_path_of_a_save_is_another_on_each_node_and_means_the_same(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2)).run()
+    stage_checkpoint_step(f"file://{tmp_path}/mirror", dest=tmp_path / "a", step=1, require_kind="dcp")
+    assert run_ranks(2, go_back_by_path, str(tmp_path), limit_s=WAIT_S) == [1, 1]
 
 
 def save_kinds(rank: int, base: str) -> tuple[Any, str]:

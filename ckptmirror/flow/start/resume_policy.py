@@ -8,15 +8,28 @@ Rules:
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from ckptmirror.core import names
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.places.reference import CheckpointReference, locate
 
-__all__ = ["Policy", "settled_policy"]
+__all__ = ["Policy", "policy_text", "settled_policy"]
 
 Policy = str | int | Path | CheckpointReference
+
+
+def policy_text(root: Path, policy: Policy) -> str:
+    """Return the policy as a text that is equal on all nodes, each with its own root, if they ask for the same."""
+    if isinstance(policy, CheckpointReference):
+        return f"save {policy.save_id}"
+    if isinstance(policy, Path) or (isinstance(policy, str) and "/" in policy):
+        parsed = names.parse_name(Path(policy).name)
+        has_step = parsed is not None and parsed.step is not None
+        return f"a path of step {parsed.step}" if parsed is not None and has_step else os.path.relpath(policy, root)
+    return str(policy)
 
 
 def settled_policy(root: Path, policy: Policy) -> tuple[str | int, Kind | None]:
