@@ -11,6 +11,7 @@ import pytest
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.flow.status import read_status
 from tests.kit.cli import assert_tells, run
+from tests.kit.faults import faulty
 from tests.kit.training import new_state, running, saved_run
 
 
@@ -69,6 +70,20 @@ def test_a_root_that_did_not_hear_of_it_starts_without_it_too(tmp_path: Path) ->
     assert run("forget-mirror", "--root", tmp_path / "other", "--url", gone).returncode == 0
     with running(tmp_path / "root", left) as manager:
         assert manager.resume(new_state(), policy=1) is not None
+
+
+def test_a_first_start_that_was_refused_goes_on_without_the_mirror_that_does_not_answer(tmp_path: Path) -> None:
+    """There is no list of attempts yet."""
+    gone, left = f"file://{tmp_path}/nfs/gone", f"file://{tmp_path}/left"
+    (tmp_path / "nfs").mkdir()
+    with running(tmp_path / "root", left, gone) as manager:
+        faulty(manager)[1].go_down()
+        with pytest.raises(StoreTemporary, match="forget-mirror"):
+            manager.resume(new_state())
+    done = run("forget-mirror", "--root", tmp_path / "root", "--url", gone)
+    assert done.returncode == 0, done.stderr
+    with running(tmp_path / "root", left) as manager:
+        assert manager.resume(new_state()) is None
 
 
 def test_the_last_mirror_stays_in_the_table(tmp_path: Path) -> None:

@@ -103,6 +103,9 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
             f"The run of {root} does not name {url} as a required mirror. It names {known}.",
             hint=f"`ckptmirror status --root {quote(str(root))}` lists the mirrors that are configured.",
         )
+    left = tuple(sorted(named - {url}))
+    if not every:  # no start has succeeded yet: no list can require it
+        return Forgotten(url, left, (), unreachable, is_configured)
     out = AttemptList(every[0].run_id, forgotten=(url,))
     if here is not None and not dry_run:
         data = attempts_to_bytes(merge_attempts(here, out))
@@ -110,7 +113,7 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
     for one, (listed, generation) in lists.items():
         if not dry_run:
             _record(by_url[one], merge_attempts(listed, out), generation)
-    return Forgotten(url, tuple(sorted(named - {url})), tuple(lists), unreachable, is_configured)
+    return Forgotten(url, left, tuple(lists), unreachable, is_configured)
 
 
 def _record(mirror: Mirror, wanted: AttemptList, generation: int) -> None:
