@@ -251,7 +251,7 @@ def push(
     table = UploadsTable.open(table_path(root, state_dir), create=True)
     with _Opened(table) as held:
         table.check_root(root)
-        note_place(root, table_path(root, state_dir))
+        note_place(root, table)
         known = table.mirrors()
         if spec.url not in [row.url for row in known]:
             is_only_word = not known and not is_training_root(root)  # otherwise the trainer decides what is required

@@ -3,27 +3,34 @@
 Rules:
 * The leader of a node does the uploads, and knows when one failed for good, and when a newer attempt has started. Its
   other ranks read the pending-uploads table, and what the leader last said of itself (``status.json``).
-* A rank of another host that mounts the root has no table, and asks the mirrors.
+* A rank of another host that mounts the root has no table, and asks the mirrors, in a thread: a look never waits, and a
+  wait ends in time, also where a mirror hangs.
 * Nobody waits for what cannot happen any more.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
 from ckptmirror.core.errors import AttemptFenced, DeadlinePassed, NoTable
+from ckptmirror.flow.places.catalog import MetaCache
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import is_mirrored, is_on_mirrors, uploads_left
-from ckptmirror.local.status_file import read_status_file
+from ckptmirror.local.daemon_pool import begin, is_over
+from ckptmirror.local.status_file import is_writer_alive, read_status_file
 
 __all__ = ["MirrorWait"]
 
-_POLL_S, _ASK_MIRROR_EVERY_S = 0.5, 5.0
-_ENDED = ("fenced", "finished", "incomplete", "stopped")
+_POLL_S, _ASK_MIRROR_EVERY_S, _ASK_MIRROR_S = 0.5, 5.0, 30.0
+_DIED = "died"
+_ENDED = ("fenced", "finished", "incomplete", "stopped", _DIED)
 
 
 class MirrorWait:
@@ -40,6 +47,10 @@ class MirrorWait:
         self._root, self._specs, self._state_dir = root, specs, state_dir
         self._urls = [spec.url for spec in specs]
         self._table_is_here = True
+        self._asked: dict[str | None, Future[bool]] = {}
+        self._known: set[str | None] = set()
+        self._metas: MetaCache = {}
+        self._ask_at_s = -math.inf
 
     def wait(self, node: Node | None, save_id: str | None, timeout_s: float) -> bool:
         """Wait until a save (None: every save, earlier ones included) is on every mirror that counts.
@@ -62,8 +73,8 @@ class MirrorWait:
             self._check_goes_on(save_id, status, fenced)
         return is_mirrored_now
 
-    def is_mirrored(self, save_id: str | None, *, leads: bool) -> bool:
-        """Whether it is now.
+    def is_mirrored(self, save_id: str | None, *, leads: bool, wait_s: float = 0.0) -> bool:
+        """Whether it is now, as far as is known. A host without the table waits up to ``wait_s`` for the mirrors.
 
         Raises:
             NoTable: This rank leads, and its table is gone.
@@ -75,21 +86,45 @@ class MirrorWait:
                 if leads:
                     raise
                 self._table_is_here = False  # but on another host, which mounts this root too
-        return is_on_mirrors(self._root, save_id, self._specs, besides=self.torn)
+        return self._ask_mirrors(save_id, wait_s)
+
+    def _ask_mirrors(self, save_id: str | None, wait_s: float) -> bool:
+        """Begin to ask the mirrors, unless that was done a moment ago, and wait so long for what they answer."""
+        if save_id is not None and save_id in self._known:
+            return True
+        if save_id not in self._asked:
+            if time.monotonic() < self._ask_at_s:
+                return False
+            self._ask_at_s = time.monotonic() + _ASK_MIRROR_EVERY_S
+            ask = partial(is_on_mirrors, self._root, save_id, self._specs, besides=self.torn, cache=self._metas)
+            self._asked[save_id] = begin(ask, "ckptmirror-ask")
+        if not is_over(self._asked[save_id], wait_s):
+            return False
+        found = self._asked.pop(save_id).result()
+        self._known |= {save_id} if found else set()
+        return found
+
+    def _forget_what_was_asked(self, save_id: str | None) -> None:
+        """Let the next question be a new one: what was asked before may be answered as of then."""
+        self._asked.pop(save_id, None)
+        self._ask_at_s = -math.inf
 
     def _wait_for_leader(self, save_id: str | None, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
+        if timeout_s > 0:
+            self._forget_what_was_asked(save_id)
         while True:
-            is_over = time.monotonic() >= deadline
-            if not is_over:
-                moving, failed = self._uploads_left(save_id)
-                status, fenced = self._said_by_leader()
-                is_over = (failed > 0 and not moving) or bool(fenced) or status in _ENDED
-            if self.is_mirrored(save_id, leads=False):  # asked last: it may have ended because all is mirrored
+            left_s = deadline - time.monotonic()
+            moving, failed = self._uploads_left(save_id) if left_s > 0 else (0, 0)
+            status, fenced = self._said_by_leader() if left_s > 0 else ("", "")
+            has_ended = bool(fenced) or status in _ENDED or (failed > 0 and not moving)
+            if has_ended:
+                self._forget_what_was_asked(save_id)  # it may have ended because all is mirrored
+            if self.is_mirrored(save_id, leads=False, wait_s=max(0.0, min(left_s, _ASK_MIRROR_S))):
                 return True
-            if is_over:
+            if left_s <= 0 or has_ended:
                 return False
-            time.sleep(_POLL_S if self._table_is_here else _ASK_MIRROR_EVERY_S)
+            time.sleep(min(_POLL_S, left_s))
 
     def _check_goes_on(self, save_id: str | None, status: str, fenced: str) -> None:
         if fenced:
@@ -100,7 +135,8 @@ class MirrorWait:
             then = f"`ckptmirror status {at}` says why; fix the cause, then `ckptmirror retry {at}`."
             raise DeadlinePassed(why, hint=then)
         if status in _ENDED:
-            why = "Not everything is mirrored, and the leader of this node has closed its manager."
+            ended = "is dead" if status == _DIED else "has closed its manager"
+            why = f"Not everything is mirrored, and the leader of this node {ended}."
             raise DeadlinePassed(why, hint=f"`ckptmirror drain {at}` finishes the uploads.")
 
     def _said_by_leader(self) -> tuple[str, str]:
@@ -108,6 +144,8 @@ class MirrorWait:
         said = read_status_file(self._root)
         if said.get("attempt") != self.attempt:
             return "", ""
+        if is_writer_alive(said) is False:
+            return _DIED, str(said.get("fenced") or "")
         return str(said.get("status")), str(said.get("fenced") or "")
 
     def _uploads_left(self, save_id: str | None) -> tuple[int, int]:

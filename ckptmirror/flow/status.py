@@ -16,7 +16,7 @@ from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.core.uncommitted import Uncommitted
-from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
+from ckptmirror.flow.places.catalog import MetaCache, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, counting, counting_rows
 from ckptmirror.flow.places.select import lineage_of, quarantined_in
 from ckptmirror.flow.places.uncommitted import uncommitted_on
@@ -217,9 +217,16 @@ def uploads_left(
 
 
 def is_on_mirrors(
-    root: Path, save_id: str | None, specs: Sequence[MirrorSpec], *, besides: Collection[str] = ()
+    root: Path,
+    save_id: str | None,
+    specs: Sequence[MirrorSpec],
+    *,
+    besides: Collection[str] = (),
+    cache: MetaCache | None = None,
 ) -> bool:
     """The same as :func:`is_mirrored` asked of the mirrors: for a host that mounts the root and has not its table.
+
+    Metas in ``cache`` are not read again.
 
     Raises:
         NotAuthorised: A mirror does not accept the credentials.
@@ -232,7 +239,7 @@ def is_on_mirrors(
     for url in counting((spec.url, spec.required) for spec in specs):
         mirror = Mirror(url, False, open_store(url))
         try:
-            there = mirror_catalog(mirror, with_attempts=False)
+            there = mirror_catalog(mirror, with_attempts=False, cache=cache)
         except StoreTemporary:
             return False
         finally:

@@ -51,13 +51,12 @@ class _Note:
     Attributes:
         host: The machine that wrote it, for people: machines change their names, and disks their machines.
         path: Absolute.
-        inode: Of the table's file. Another host that mounts the root may have an old table of its own at this path. 0:
-            not known.
+        id: The table's own. Another host that mounts the root may have an old table at this path. "": not known.
     """
 
     host: str
     path: str
-    inode: int = 0
+    id: str = ""
 
 
 def table_path(root: Path, state_dir: Path | None = None) -> Path:
@@ -72,7 +71,8 @@ def table_path(root: Path, state_dir: Path | None = None) -> Path:
         note = _read_note(root)
         if note is None:
             return inside
-        _check_here(root, note)
+        if not Path(note.path).exists():
+            raise _not_here(root, note, "there is none here.")
         return Path(note.path)
     wanted = state_dir.absolute() / inside.name
     try:
@@ -137,7 +137,9 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
         _log.error("%s It is now at %s; its facts are gathered again from disk and mirrors.", error, aside)
         table = _open_own(root, path, clock)
     try:
-        note_place(root, path)
+        if state_dir is None:
+            _check_noted(root, table)
+        note_place(root, table)
     except BaseException:
         table.close()
         raise
@@ -154,6 +156,7 @@ def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bo
     table = UploadsTable.open(_known_path(root, state_dir), read_only=read_only)
     try:
         table.check_root(root)  # another root's facts would pass for this one's
+        _check_noted(root, table)
     except BaseException:
         table.close()
         raise
@@ -167,10 +170,10 @@ def _known_path(root: Path, state_dir: Path | None) -> Path:
         NoTable: There is none; the message says what the directory is instead.
     """
     path = table_path(root, state_dir)
-    if state_dir is not None and (note := _read_note(root)) is not None:
-        _check_here(root, note)
     if path.exists():
         return path
+    if state_dir is not None and (note := _read_note(root)) is not None:
+        raise _not_here(root, note, "there is none here.")
     if not root.is_dir():
         raise NoTable(f"{root} does not exist.")
     if (root / names.WRITER_NAME).exists():
@@ -192,7 +195,7 @@ def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
     try:
         table.check_root(root)
         table.check_pages()
-        for ask in (table.saves, table.records, table.counts, table.mirrors, table.unasked):
+        for ask in (table.saves, table.records, table.counts, table.mirrors, table.unasked, table.own_id):
             ask()  # damage in the schema shows only in queries
         return table
     except BaseException:
@@ -200,27 +203,23 @@ def _open_own(root: Path, path: Path, clock: LeaseClock | None) -> UploadsTable:
         raise
 
 
-def _check_here(root: Path, note: _Note) -> None:
-    """Check that the file at the noted path is the noted table.
+def _check_noted(root: Path, table: UploadsTable) -> None:
+    """Check that a table is the one that the root notes.
 
     Raises:
-        NoTable: It is on another machine.
+        NoTable: It is another host's that has the same path.
     """
-    here = _inode(Path(note.path))
-    if not here or note.inode not in (0, here):
-        raise NoTable(
-            f"The pending-uploads table of {root} is in {note.path} on {note.host}; "
-            + ("what this machine has there is another one." if here else "there is none here."),
-            hint="Use the machine that has it. If it is lost, start the trainer with its state_dir: the table is "
-            "rebuilt from disk and mirrors.",
-        )
+    note = _read_note(root)
+    if note is not None and note.id and note.path == str(table.path) and note.id != table.own_id():
+        raise _not_here(root, note, "what this machine has there is another one.")
 
 
-def _inode(path: Path) -> int:
-    """Return a file's inode; 0 if it does not exist."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), permitted(path):
-        return path.stat().st_ino
-    return 0
+def _not_here(root: Path, note: _Note, what: str) -> NoTable:
+    return NoTable(
+        f"The pending-uploads table of {root} is in {note.path} on {note.host}; {what}",
+        hint="Use the machine that has it. If it is lost, start the trainer with its state_dir: the table is "
+        "rebuilt from disk and mirrors.",
+    )
 
 
 def _tells_of(path: Path, root: Path) -> bool:
@@ -242,8 +241,8 @@ def _read_note(root: Path) -> _Note | None:
             note = _Note(**json.loads(files.read_limited(path, _NOTE_LIMIT_BYTES)))
         if not isinstance(note.host, str) or not Path(note.path).is_absolute():
             raise ValueError("it holds no absolute path")
-        if not isinstance(note.inode, int):
-            raise ValueError(f"its inode is {note.inode!r}")
+        if not isinstance(note.id, str):
+            raise ValueError(f"the table's id is {note.id!r}")
         if Path(note.path).name != Path(names.TABLE_NAME).name:
             raise ValueError(f"a table's file is always named {Path(names.TABLE_NAME).name}")
         raw = os.fsencode(note.path)
@@ -259,18 +258,18 @@ def _read_note(root: Path) -> _Note | None:
     return note
 
 
-def note_place(root: Path, path: Path) -> None:
-    """Note in the root that its table is at ``path``, unless that is the usual place.
+def note_place(root: Path, table: UploadsTable) -> None:
+    """Note in the root where its table is, unless that is the usual place.
 
     Nothing is written if the note says so already (the disk may be full).
     """
-    note_path = root / names.TABLE_NOTE_NAME
+    path, note_path = table.path, root / names.TABLE_NOTE_NAME
     if path.resolve() == (root / names.TABLE_NAME).resolve():
         with contextlib.suppress(FileNotFoundError):
             trash.move_to_trash(root, note_path)
             directories.fsync_dir(note_path.parent)
         return
-    note = _Note(socket.gethostname(), str(path), _inode(path))
+    note = _Note(socket.gethostname(), str(path), table.give_id())
     with contextlib.suppress(ConfigError):
         if _read_note(root) == note:
             return

@@ -24,22 +24,23 @@ CLONE_NEWNS = 0x20000  # <sched.h>: mounts of its own
 
 
 @pytest.fixture
-def may_mount(mounted: Callable[..., Path]) -> None:
-    """Skip where nothing can be mounted."""
-    mounted("size=1m")
+def disks(tmp_path: Path, mounted: Callable[..., Path]) -> list[Path]:
+    """A disk for each of two hosts, made alike, so that their files have the same inodes."""
+    (tmp_path / "local").mkdir()
+    return [mounted("size=4m"), mounted("size=4m")]
 
 
-def on_host(base: Path, host: int) -> None:
+def on_host(base: Path, disk: Path) -> None:
     """Give this process a disk of the host's own, under the same name on every host."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
-    for arguments in (["--make-rprivate", "/"], ["--bind", str(base / f"host{host}"), str(base / "local")]):
+    for arguments in (["--make-rprivate", "/"], ["--bind", str(disk), str(base / "local")]):
         subprocess.run(["mount", *arguments], check=True)
 
 
-def save_once(rank: int, base: Path, hosts: list[int], step: int) -> tuple[int | None, str]:
+def save_once(rank: int, base: Path, disks: list[Path], step: int) -> tuple[int | None, str]:
     """Resume, save, wait until it is mirrored; return the newest safe step and why there is no status."""
-    on_host(base, hosts[rank])
+    on_host(base, disks[rank])
     newest, why = None, ""
     url = f"file://{base}/mirror"
     with CheckpointManager(base / "root", [url], state_dir=base / "local/state", timeout_s=WAIT_S) as manager:
@@ -57,13 +58,12 @@ def save_once(rank: int, base: Path, hosts: list[int], step: int) -> tuple[int |
     return newest, why
 
 
-@pytest.mark.usefixtures("may_mount")
-def test_ranks_on_a_host_without_the_table_ask_the_mirror_and_never_read_an_older_table(tmp_path: Path) -> None:
-    for name in ("host1", "host2", "local"):
-        (tmp_path / name).mkdir()
-    orders = [([1, 2], "there is none here"), ([2, 1], "is another one"), ([1, 2], "is another one")]
-    for step, (hosts, said) in enumerate(orders, start=1):
-        (newest, nothing), (unknown, why) = run_ranks(2, save_once, tmp_path, hosts, step, limit_s=WAIT_S)
+def test_ranks_on_a_host_without_the_table_ask_the_mirror_and_never_read_an_older_table(
+    tmp_path: Path, disks: list[Path]
+) -> None:
+    orders = [(disks, "there is none here"), (disks[::-1], "is another one"), (disks, "is another one")]
+    for step, (of_ranks, said) in enumerate(orders, start=1):
+        (newest, nothing), (unknown, why) = run_ranks(2, save_once, tmp_path, of_ranks, step, limit_s=WAIT_S)
         assert (newest, nothing, unknown) == (step, "", None)
         assert said in why
         assert str(tmp_path / "local/state") in why
@@ -71,9 +71,9 @@ def test_ranks_on_a_host_without_the_table_ask_the_mirror_and_never_read_an_olde
         read_status(tmp_path / "root", tmp_path / "local/state")
 
 
-def wait_for_what_cannot_be_sent(rank: int, base: Path) -> str:
+def wait_for_what_cannot_be_sent(rank: int, base: Path, disks: list[Path]) -> str:
     """Save once while the leader cannot write to the mirror; return how the wait of the other host ends."""
-    on_host(base, rank + 1)
+    on_host(base, disks[rank])
     url = f"file://{base}/mirror"
     manager = CheckpointManager(base / "root", [url], state_dir=base / "local/state", timeout_s=WAIT_S)
     state = built("fsdp")
@@ -92,9 +92,8 @@ def wait_for_what_cannot_be_sent(rank: int, base: Path) -> str:
     return ended
 
 
-@pytest.mark.usefixtures("may_mount")
-def test_a_rank_on_a_host_without_the_table_does_not_call_mirrored_what_the_mirror_lacks(tmp_path: Path) -> None:
-    for name in ("host1", "host2", "local"):
-        (tmp_path / name).mkdir()
-    _, ended = run_ranks(2, wait_for_what_cannot_be_sent, tmp_path, limit_s=WAIT_S)
+def test_a_rank_on_a_host_without_the_table_does_not_call_mirrored_what_the_mirror_lacks(
+    tmp_path: Path, disks: list[Path]
+) -> None:
+    _, ended = run_ranks(2, wait_for_what_cannot_be_sent, tmp_path, disks, limit_s=WAIT_S)
     assert "Not everything is mirrored after 1 s" in ended

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import AttemptFenced, DeadlinePassed
+from ckptmirror.flow.mirror_wait import MirrorWait
+from ckptmirror.flow.places.mirrors import mirror_specs
 from tests.kit.faults import faulty, refusing
 from tests.kit.faulty_store import StoreFault
 from tests.kit.processes import outcome, run_ranks
@@ -51,8 +56,10 @@ def wait_in_vain(rank: int, base: str, what: str) -> list[tuple[str, str, int]]:
         manager.ranks.exchange(None, what="the rival has claimed the run")
         first = manager.save(2, state)
     first.wait("committed", timeout_s=WAIT_S)
-    if what == "closed":
+    if what in ("closed", "killed"):
         manager.ranks.exchange(None, what="all are committed")
+        if what == "killed" and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
         if manager.ranks.is_leader:
             outcome(lambda: manager.close(timeout_s=0.0))
             return []
@@ -76,6 +83,37 @@ def test_a_wait_ends_once_the_leader_of_the_node_has_closed(tmp_path: Path) -> N
     for kind, message, code in ended:
         assert (kind, code) == (DeadlinePassed.__name__, 8)
         assert "the leader of this node has closed its manager" in message
+
+
+def test_a_wait_ends_once_the_leader_of_the_node_is_dead(tmp_path: Path) -> None:
+    _, ended, _ = run_ranks(3, wait_in_vain, str(tmp_path), "killed", dead=(0,), limit_s=WAIT_S)
+    for kind, message, code in ended:
+        assert (kind, code) == (DeadlinePassed.__name__, 8)
+        assert "the leader of this node is dead" in message
+
+
+def test_a_look_never_waits_for_a_mirror_that_hangs_and_a_wait_ends_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host that mounts the root and has not its table."""
+    hold, asked = threading.Event(), []
+
+    def hanging(*_: object, **__: object) -> bool:
+        asked.append(1)
+        hold.wait()
+        return True
+
+    monkeypatch.setattr("ckptmirror.flow.mirror_wait.is_on_mirrors", hanging)
+    waits = MirrorWait(tmp_path, mirror_specs([f"file://{tmp_path}/mirror"]), None)
+    try:
+        assert not waits.wait(None, "0" * 32, 0.0)
+        assert not waits.wait(None, "0" * 32, 0.2)
+        assert not waits.wait(None, "0" * 32, 0.0)
+        assert len(asked) == 2
+    finally:
+        hold.set()
+    assert waits.wait(None, "0" * 32, WAIT_S)
+    assert waits.wait(None, "0" * 32, 0.0)
 
 
 def test_a_wait_of_a_fenced_attempt_ends_on_every_rank(tmp_path: Path) -> None:

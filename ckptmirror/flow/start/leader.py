@@ -283,8 +283,9 @@ class Node:
         claim = self.claim
         if claim is None or (self.lock.lost and not take_root_again(self.root, self.lock, claim.attempts)):
             return False
-        note_place(self.root, self.table.path)
-        if not self.table.path.exists():
+        if self.table.path.exists():
+            note_place(self.root, self.table)
+        else:
             self._new_table()
         return True
 
@@ -441,6 +442,7 @@ class Node:
 
     def _new_table(self) -> Path | None:
         aside = self.table.recreate()
+        note_place(self.root, self.table)
         set_mirrors(self.table, self.specs)
         if self.claim is not None:
             self.table.claim_identity(RootIdentity.of(self.root, self.claim.run_id))

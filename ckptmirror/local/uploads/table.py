@@ -35,7 +35,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.lifecycle import WAITING, RecordState
-from ckptmirror.core.model import Artifact, Kind
+from ckptmirror.core.model import Artifact, Kind, new_id
 from ckptmirror.core.names import ATTEMPTS_NAME
 from ckptmirror.local.uploads import changes, place, reports, rows
 from ckptmirror.local.uploads.database import Database
@@ -244,6 +244,17 @@ class UploadsTable:
             BrokenTable: The fact does not read back as it was written.
         """
         return set(self._database.read_fact("unasked", is_list_of_urls) or ())
+
+    def own_id(self) -> str:
+        """Return what tells this table from one at the same path on another host; "" if it has no id."""
+        found: str | None = self._database.read_fact("id", is_line)
+        return found or ""
+
+    def give_id(self) -> str:
+        """Give the table an id, unless it has one; return it."""
+        if not self.own_id():
+            self._database.write_fact("id", new_id(), replace=False)
+        return self.own_id()
 
     def mirror_identity(self, url: str) -> str | None:
         """Return the identity that a mirror had at the first contact; None if there was no contact.
