@@ -7,11 +7,19 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, NotAuthorised, StorePermanent, StoreTemporary
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    CkptMirrorError,
+    LocalStorageFull,
+    NotAuthorised,
+    StorePermanent,
+    StoreTemporary,
+)
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.mirrors import Mirror
@@ -129,6 +137,32 @@ def test_a_worker_puts_back_what_it_could_not_note_the_end_of_and_waits_for_no_l
         assert workers.wait_until_verified(lambda: bool(fault.struck), 30.0, look_every_s=0.01)
     assert workers.wait_until_verified(lambda: not still_moving(place.table, urls), 60.0)
     assert workers.stop(30.0)
+
+
+def test_what_a_worker_puts_back_is_nobody_elses(open_root: Callable[..., MirroredRoot]) -> None:
+    """While the table takes no changes for one mirror, a file that is being sent to another is not begun again."""
+    first, second = memory_url(), memory_url()
+    place = open_root(first, second)
+    hold = threading.Event()
+    place.stores[second].script(StoreFault("upload", times=0, hold=hold))
+    meta = place.commit(100, sidecars=False)
+    claim, refused = place.table.claim, []
+
+    def claim_or_fail(worker: str, mirror: str, **more: Any) -> Any:
+        if mirror == first and len(refused) < 3:
+            refused.append(worker)
+            raise LocalStorageFull("no space for a change")
+        return claim(worker, mirror, **more)
+
+    place.table.claim = claim_or_fail  # type: ignore[method-assign]
+    workers = UploadWorkers(place.root, place.table, place.mirrors, place.bus, no_confirm, workers_per_mirror=1)
+    workers.start()
+    assert workers.wait_until_verified(lambda: not still_moving(place.table, [first]), 60.0, look_every_s=0.01)
+    hold.set()
+    assert workers.wait_until_verified(lambda: not still_moving(place.table, [second]), 60.0, look_every_s=0.01)
+    assert workers.stop(30.0)
+    assert_arrived(place, meta, place.mirrors[1])
+    assert "could not be noted" not in " ".join(moved.reason for moved in place.table.history())
 
 
 def test_a_worker_outlives_a_table_that_is_locked_for_a_while(place: MirroredRoot) -> None:

@@ -18,7 +18,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.start.rewind import plan_rewind
 from ckptmirror.flow.status import read_status
-from ckptmirror.local import crashpoints
+from ckptmirror.local import crashpoints, directories
 from ckptmirror.local.table_place import open_known_table
 from tests.kit.cli import run
 from tests.kit.faults import faulty, flip_bit
@@ -118,22 +118,33 @@ def test_a_node_that_goes_on_alone_waits_until_a_new_mirror_has_the_save_that_it
     assert meta_at(other).is_whole
 
 
-def go_on_alone(rank: int, base: str, crash_at: str) -> None:
-    """Bring the save in the place of the part, and die there."""
+def go_on_alone(rank: int, base: str, crash_at: str, exchanges: bool) -> None:
+    """Bring the save in the place of the part, and die there; maybe on a file system that cannot exchange names."""
     crashpoints.arm(crash_at)
+    if not exchanges:
+        directories.exchange_dirs = lambda _temporary, _final: False
     state = TrainState(model=torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5)), extra={})
     with CheckpointManager(Path(base) / "a", [f"file://{base}/mirror", f"file://{base}/other"]) as manager:
         manager.resume(state)
 
 
-@pytest.mark.parametrize("crash_at", ["dir.exchange:before", "dir.exchange:after", "trash.rename:after"])
+@pytest.mark.parametrize(
+    ("crash_at", "exchanges"),
+    [
+        ("dir.exchange:before", True),
+        ("dir.exchange:after", True),
+        ("trash.rename:after", True),
+        ("trash.rename:before", False),
+        ("trash.rename:after", False),
+    ],
+)
 def test_i1_a_part_that_gives_way_to_the_whole_save_is_here_or_the_whole_is_whenever_the_process_dies(
-    crash_at: str, tmp_path: Path
+    crash_at: str, exchanges: bool, tmp_path: Path
 ) -> None:
     Job(tmp_path, "ab", (1, 2)).run()
-    run_ranks(1, go_on_alone, str(tmp_path), crash_at, dead=(0,), limit_s=WAIT_S)
-    (tmp_path / "mirror").rename(tmp_path / "lost")
-    run("drain", "--root", tmp_path / "a", "--timeout", "0")  # it reconciles, and empties the trash
+    run_ranks(1, go_on_alone, str(tmp_path), crash_at, exchanges, dead=(0,), limit_s=WAIT_S)
+    run("drain", "--root", tmp_path / "a", "--timeout", "60")  # it reconciles, and empties the trash
+    assert not list((tmp_path / "a/.ckptmirror/trash").iterdir())
     assert run("verify", "--deep", tmp_path / "a").returncode == 0
     here = local_catalog(tmp_path / "a").with_parts()
     assert {meta.step for meta in here.whole.values()} >= {2}

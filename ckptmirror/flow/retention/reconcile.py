@@ -9,6 +9,7 @@ Rules (the caller holds the root lock, so no save is in flight):
   sends nothing if our own object is there already.
 * The claims of a dead process are freed at once, without waiting for their leases.
 * If a crash interrupted the replacement of a broken copy after the new meta was written, it is finished.
+* Where names cannot be exchanged, a crash may leave what a meta names in the trash, and the place free. It is put back.
 * If nothing of a save is left here, its records cannot be uploaded. They are deleted, with an error in the log.
 * Temporaries carry a save id. Under the lock no process writes them, so they are removed. A name that is not ours is
   never touched.
@@ -27,8 +28,8 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
-from ckptmirror.core.model import Meta
-from ckptmirror.flow.fetch.destination import Destination
+from ckptmirror.core.model import Artifact, Meta
+from ckptmirror.flow.fetch.destination import Destination, by_top
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.places.trash import empty_trash, parsed_in_trash
@@ -44,8 +45,8 @@ from ckptmirror.flow.save.commit import (
 )
 from ckptmirror.flow.save.emergency_files import remove_stale_notes
 from ckptmirror.flow.upload.workers import free_dead_workers
-from ckptmirror.local import files, trash
-from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local import directories, files, trash
+from ckptmirror.local.inventory import Inventory, read_inventory
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import SaveRow, UploadsTable
 
@@ -90,6 +91,8 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
     table.drop_broken_rows()
     free_dead_workers(table)
     inventory = read_inventory(root)
+    if _put_back(root, inventory):
+        inventory = read_inventory(root)
     whole = {save.meta.save_id: save.meta for save in inventory.saves}
     on_disk = set(whole) | {save.meta.save_id for save in inventory.incomplete}
     released, discarded = [], []
@@ -115,6 +118,38 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
     remove_stale_notes(root)
     empty_trash(root)
     return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed), gone)
+
+
+def _put_back(root: Path, inventory: Inventory) -> bool:
+    """Put back from the trash what a crash kept from being replaced; return whether there was something."""
+    found = False
+    for save in inventory.incomplete:
+        for top, artifacts in by_top(save.meta.artifacts).items():
+            mine = (
+                []
+                if os.path.lexists(root / top)
+                else [one for one in inventory.trash if _is_whole(one, top, artifacts)]
+            )
+            if mine:
+                directories.rename_noreplace(mine[0], root / top, label="trash.put_back")
+                save_logger(_log, save.meta).warning(
+                    "step %d: %s was in the trash, and is put back", save.meta.step, top
+                )
+                found = True
+    if found:
+        directories.fsync_dir(root)
+    return found
+
+
+def _is_whole(trashed: Path, top: str, artifacts: Sequence[Artifact]) -> bool:
+    """Whether a path in the trash had a name, and has all files there of their sizes."""
+    if trashed.name.rpartition(".")[0] != top[:200]:
+        return False
+    paths = [trashed / below if (below := artifact.path.partition("/")[2]) else trashed for artifact in artifacts]
+    return all(
+        path.is_file() and not path.is_symlink() and path.stat().st_size == artifact.digest.size_bytes
+        for path, artifact in zip(paths, artifacts, strict=True)
+    )
 
 
 def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> tuple[tuple[int, str, str], ...]:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import re
@@ -34,6 +35,7 @@ from ckptmirror.local.uploads import UploadsTable
 __all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "held_elsewhere", "still_moving", "upload_save"]
 
 IDLE_S = 2.0
+_numbers = itertools.count()
 _PID = re.compile(r"[0-9]{1,9}")
 _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
 _log = logging.getLogger("ckptmirror.upload")
@@ -83,9 +85,8 @@ def upload_save(context: UploadContext, save_id: str) -> None:
         AttemptFenced: A newer attempt has claimed the run.
     """
     others = [save.save_id for save in context.table.saves() if save.save_id != save_id]
-    while (
-        claim := context.table.claim(_worker_name(0), context.mirror.url, lease_s=LEASE_S, exclude=others)
-    ) is not None:
+    worker = _worker_name()
+    while (claim := context.table.claim(worker, context.mirror.url, lease_s=LEASE_S, exclude=others)) is not None:
         upload_claimed(context, claim)
 
 
@@ -100,8 +101,9 @@ def held_elsewhere(table: UploadsTable, mirrors: Collection[str]) -> tuple[Held,
     )
 
 
-def _worker_name(number: int) -> str:
-    return f"{socket.gethostname()}:{os.getpid()}:{number}:{started(os.getpid())}"
+def _worker_name() -> str:
+    """Return a name that no other worker has: one puts back all that is claimed by its own."""
+    return f"{socket.gethostname()}:{os.getpid()}:{next(_numbers)}:{started(os.getpid())}"
 
 
 def _holder(worker: str) -> str:
@@ -150,7 +152,7 @@ class UploadWorkers:
             for number in range(self._workers_per_mirror):
                 thread = threading.Thread(
                     target=self._work,
-                    args=(context, _worker_name(number)),
+                    args=(context, _worker_name()),
                     name=f"ckptmirror-upload-{number}",
                     daemon=True,
                 )
