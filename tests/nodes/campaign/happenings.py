@@ -94,7 +94,7 @@ def job(world: World, watch: Watch, draw: random.Random) -> None:
 
 
 def two_at_once(world: World, watch: Watch, draw: random.Random) -> None:
-    """Two jobs start at once, on nodes of their own."""
+    """Two jobs start at once, on nodes of their own. Each may find on a mirror what the other has just sent there."""
     free = world.free
     if len(free) < 2:
         return
@@ -102,7 +102,11 @@ def two_at_once(world: World, watch: Watch, draw: random.Random) -> None:
     cut = draw.randrange(1, len(free))
     first, second = free[:cut][:2], free[cut:][:2]
     plans = [_plan(world, draw, "".join(nodes), after=number) for number, nodes in enumerate((first, second))]
-    allowed = [allowed_starts(world, plan.nodes, str(plan.policy)) for plan in plans]
+    everywhere = "".join(plan.nodes for plan in plans)
+    allowed = [
+        [one for nodes in (plan.nodes, everywhere) for one in allowed_starts(world, nodes, str(plan.policy))]
+        for plan in plans
+    ]
     for plan in plans:
         _tell(world, plan, "another starts at once")
     jobs = [world.begin(plan) for plan in plans]
