@@ -269,7 +269,7 @@ class CheckpointManager:
             what="begin to resume",
             stages=self._stages,
             policy=policy_text(self.root, policy),
-            force=force,
+            force=bool(force),
         )
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules, Rename
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import Stages
 
@@ -38,19 +38,22 @@ class LoadOptions:
 
     def texts(self) -> dict[str, str]:
         """Return what was given, by the name of its parameter, for a comparison and for people."""
-        rename = self.rules.rename
         return {
-            "exclude": ", ".join(sorted([*self.exclude, *self.rules.patterns])),
-            "rename": (
-                ", ".join(f"{old} -> {new}" for old, new in rename.items())
-                if isinstance(rename, Mapping)
-                else getattr(rename, "__qualname__", type(rename).__name__)
-            ),
-            "strict": str(self.rules.strict),
-            "command_wins": ", ".join(sorted(self.command_wins)),
-            "allow_cold_optimizer": str(self.allow_cold_optimizer),
-            "verify_loaded": str(self.verify_loaded),
+            "exclude": ", ".join(sorted({*self.exclude, *self.rules.patterns})),
+            "rename": _rename_text(self.rules.rename),
+            "strict": str(bool(self.rules.strict)),
+            "command_wins": ", ".join(sorted(set(self.command_wins))),
+            "allow_cold_optimizer": str(bool(self.allow_cold_optimizer)),
+            "verify_loaded": str(bool(self.verify_loaded)),
         }
+
+
+def _rename_text(rename: Rename) -> str:
+    """Name a function; list the pairs of a mapping, in its order only where a name may match two patterns."""
+    if not isinstance(rename, Mapping):
+        return str(getattr(rename, "__qualname__", type(rename).__name__))
+    pairs = [f"{old} -> {new}" for old, new in rename.items()]
+    return ", ".join(pairs if any(set(old) & set("*?[") for old in rename) else sorted(pairs))
 
 
 def checked_parts(exclude: Collection[str]) -> frozenset[str]:

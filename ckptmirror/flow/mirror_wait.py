@@ -64,12 +64,13 @@ class MirrorWait:
             AttemptFenced: It is not mirrored, and a newer attempt has started.
             DeadlinePassed: Uploads failed for good, or the leader has ended.
         """
-        if node is not None:
-            is_mirrored_now = node.wait_mirrored(save_id, timeout_s)
+        uploader = node if node is not None and node.uploads else None  # none any more after close()
+        if uploader is not None:
+            is_mirrored_now = uploader.wait_mirrored(save_id, timeout_s)
         else:
             is_mirrored_now = self._wait_for_leader(save_id, timeout_s)
         if not is_mirrored_now and timeout_s > 0:
-            status, fenced = self._said_by_leader() if node is None else ("", node.fenced() or "")
+            status, fenced = self._said_by_leader() if uploader is None else ("", uploader.fenced() or "")
             self._check_goes_on(save_id, status, fenced)
         return is_mirrored_now
 

@@ -222,6 +222,24 @@ def test_next_process_continues_the_queue(tmp_path: Path) -> None:
     assert (mirror / "meta_000001.json").exists()
 
 
+def test_the_handle_of_a_mirrored_save_says_so_after_close_and_of_another_that_it_will_not_be(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "root", [f"file://{tmp_path}/mirror"]) as manager:
+        manager.resume(state := new_state())
+        mirrored = manager.save(1, state)
+    assert mirrored.done("mirrored")
+    assert mirrored.wait("mirrored") is mirrored
+    manager = CheckpointManager(tmp_path / "root", [f"file://{tmp_path}/mirror"])
+    faulty(manager, StoreFault("upload", when="before", times=0))
+    manager.resume(state)
+    waiting = manager.save(2, state)
+    waiting.wait("committed")
+    with pytest.raises(DeadlinePassed):
+        manager.close(timeout_s=0.0)
+    assert not waiting.done("mirrored")
+    with pytest.raises(DeadlinePassed, match="closed its manager"):
+        waiting.wait("mirrored")
+
+
 @pytest.mark.parametrize("asked_in", ["wait_mirrored", "_ask_once_more"])
 def test_a_stop_request_that_comes_while_close_waits_for_a_mirror_ends_the_wait(asked_in: str, tmp_path: Path) -> None:
     """A finished job is preempted: without that, it would wait on until it is killed."""

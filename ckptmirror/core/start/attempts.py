@@ -150,11 +150,11 @@ def _named_required(evidence: Evidence) -> list[str]:
 
 def _silent(evidence: Evidence) -> dict[str, str]:
     """Rule 2."""
-    named, forgotten = set(_named_required(evidence)), evidence.forgotten
+    named = set(_named_required(evidence))
     silent = {
         row.place: row.why or row.reach.value
         for row in evidence.mirrors()
-        if not row.answers and (row.required or row.place in named or (row.was_required and row.place not in forgotten))
+        if not row.answers and (row.required or row.was_required or row.place in named)
     }
     return silent | {url: _NOT_CONFIGURED for url in sorted(named) if evidence.row(url) is None}
 

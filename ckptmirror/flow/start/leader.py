@@ -350,6 +350,11 @@ class Node:
         if self._rotation_thread is not None:
             self._rotation_thread.wake()
 
+    @property
+    def uploads(self) -> bool:
+        """Whether its uploaders run: from a start that succeeded until the end."""
+        return self._workers is not None
+
     def wait_mirrored(
         self, save_id: str | None, timeout_s: float, *, is_stopped: Callable[[], bool] = lambda: False
     ) -> bool:
