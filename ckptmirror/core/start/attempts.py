@@ -145,7 +145,8 @@ def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
 
 def _named_required(evidence: Evidence) -> list[str]:
     """Return the mirrors that lists name as required, except those that a person removed from the run."""
-    return [url for row in evidence.rows for url in row.names_required if url not in evidence.forgotten]
+    forgotten = evidence.forgotten
+    return [url for row in evidence.rows for url in row.names_required if url not in forgotten]
 
 
 def _silent(evidence: Evidence) -> dict[str, str]:
