@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,9 +289,12 @@ def test_a_name_that_is_no_setting_is_refused_and_nothing_is_loaded(tmp_path: Pa
 
 
 def refused_on_a_rank(rank: int, root: str) -> str:
+    state = state_of()
+    if rank:  # its optimizer has this setting
+        state = replace(state, optimizer=torch.optim.SGD(state.model.parameters(), lr=0.1, momentum=0.9))
     with running(Path(root), timeout_s=60.0) as manager:
         try:
-            manager.resume(state_of(), command_wins=("lr" if rank else "momentum",))
+            manager.resume(state, command_wins=("momentum",))
         except CkptMirrorError as error:
             return str(error)
     return "resumed"

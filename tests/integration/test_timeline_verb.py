@@ -14,6 +14,7 @@ import pytest
 
 from ckptmirror import Retention, StopRequest
 from ckptmirror.core import names
+from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.core.journal import entries_from_lines
 from ckptmirror.local.uploads import RootIdentity, UploadsTable
 from tests.kit.cli import assert_tells, run
@@ -64,7 +65,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
         manager.resume(state)
         train(state)
         manager.save(1, state).wait()
-        assert not manager._wait_mirrored(None, 30)
+        with pytest.raises(DeadlinePassed):
+            manager.wait("mirrored", timeout_s=30)
     saved_run(root, (2, 3), url, retention=Retention(keep_last=2))
     rotated = run("rotate", "--root", root, "--keep-last", "1")
     assert rotated.returncode == 0, rotated.stderr
