@@ -5,6 +5,7 @@ Rules:
   everybody answers is what must be continued from.
 * While a mirror is silent a start may always wait. What it continues from must be the newest all the same, but where no
   mirror answers: then it is the newest of its own disks, and a branch may begin (docs/adr/0004).
+* A start over by a person that goes on where such a start has saved since is the same command, started again.
 * An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
 
@@ -32,6 +33,9 @@ def allowed_starts(world: World, nodes: str, policy: str) -> list[Allowed]:
     """Every outcome to which a start on these nodes may come."""
     view = view_of(world, nodes, mirrors=True)
     found = expected_start(view, policy, policy == "scratch")
+    if policy == "scratch" and any(one.by_person and one.parent is None for one in view.attempts):
+        # a job that slept since may have saved what it began so: then this is the same command, started again
+        found += [one for one in expected_start(view, "auto", force=False) if one.does == "resume"]
     if not world.silent:
         return found
     if policy == "scratch":
