@@ -93,15 +93,17 @@ class MirrorWait:
         """Begin to ask the mirrors, unless that was done a moment ago, and wait so long for what they answer."""
         if save_id is not None and save_id in self._known:
             return True
-        if save_id not in self._asked:
+        asked = self._asked.get(save_id)
+        if asked is None:
             if time.monotonic() < self._ask_at_s:
                 return False
             self._ask_at_s = time.monotonic() + _ASK_MIRROR_EVERY_S
             ask = partial(is_on_mirrors, self._root, save_id, self._specs, besides=self.torn, cache=self._metas)
-            self._asked[save_id] = begin(ask, "ckptmirror-ask")
-        if not is_over(self._asked[save_id], wait_s):
+            asked = self._asked[save_id] = begin(ask, "ckptmirror-ask")
+        if not is_over(asked, wait_s):
             return False
-        found = self._asked.pop(save_id).result()
+        self._asked.pop(save_id, None)  # another thread may have
+        found = asked.result()
         self._known |= {save_id} if found else set()
         return found
 

@@ -345,6 +345,20 @@ def test_i8_a_full_disk_does_not_keep_the_table_from_what_the_uploads_tell_it(
             pytest.fail("no change is possible any more")
 
 
+def try_in_vain(table: UploadsTable, url: str, tries: int) -> None:
+    """Claim and put back, so often; now and then, a change may find no room."""
+    in_a_row = 0
+    for number in range(tries):
+        try:
+            claim = table.claim("worker", url, lease_s=60.0)
+            assert claim is not None
+            table.put_back(claim, f"try {number}: {'it is away ' * 20}", not_before_s=0.0)
+            in_a_row = 0
+        except errors.LocalStorageFull:
+            in_a_row += 1
+            assert in_a_row < 5, f"no change is possible any more, after {number}"
+
+
 def test_i8_a_table_on_a_disk_without_a_free_byte_takes_changes_without_end(
     mounted: Callable[..., Path],
 ) -> None:
@@ -353,16 +367,7 @@ def test_i8_a_table_on_a_disk_without_a_free_byte_takes_changes_without_end(
     root, _ = make_pending(place, url, 100, 200, 300)
     with UploadsTable.open(root / names.TABLE_NAME) as table:
         fill(place)
-        in_a_row = 0
-        for number in range(1500):
-            try:
-                claim = table.claim("worker", url, lease_s=60.0)
-                assert claim is not None
-                table.put_back(claim, f"try {number}: {'it is away ' * 20}", not_before_s=0.0)
-                in_a_row = 0
-            except errors.LocalStorageFull:
-                in_a_row += 1
-                assert in_a_row < 5, f"no change is possible any more, after {number}"
+        try_in_vain(table, url, 1500)
         assert [save.step for save in table.saves()] == [100, 200, 300]
         (place / "filler").unlink()
         table.set_unasked([url])
@@ -375,16 +380,7 @@ def test_i8_a_quota_that_is_used_up_does_not_keep_the_table_from_what_the_upload
     with quota_of_tables() as quota, UploadsTable.open(root / names.TABLE_NAME) as table:
         table.set_unasked([url])
         quota.used_up = True
-        in_a_row = 0
-        for number in range(300):
-            try:
-                claim = table.claim("worker", url, lease_s=60.0)
-                assert claim is not None
-                table.put_back(claim, f"try {number}: {'it is away ' * 20}", not_before_s=0.0)
-                in_a_row = 0
-            except errors.LocalStorageFull:
-                in_a_row += 1
-                assert in_a_row < 5, f"no change is possible any more, after {number}"
+        try_in_vain(table, url, 300)
         assert quota.refused
         assert (root / f"{names.TABLE_NAME}-reserve").stat().st_size == 0
         quota.used_up = False

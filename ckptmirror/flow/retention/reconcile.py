@@ -125,16 +125,13 @@ def _put_back(root: Path, inventory: Inventory) -> bool:
     found = False
     for save in inventory.incomplete:
         for top, artifacts in by_top(save.meta.artifacts).items():
-            mine = (
-                []
-                if os.path.lexists(root / top)
-                else [one for one in inventory.trash if _is_whole(one, top, artifacts)]
-            )
-            if mine:
-                directories.rename_noreplace(mine[0], root / top, label="trash.put_back")
-                save_logger(_log, save.meta).warning(
-                    "step %d: %s was in the trash, and is put back", save.meta.step, top
-                )
+            if os.path.lexists(root / top):
+                continue
+            trashed = next((one for one in inventory.trash if _is_whole(one, top, artifacts)), None)
+            if trashed is not None:
+                directories.rename_noreplace(trashed, root / top, label="trash.put_back")
+                log = save_logger(_log, save.meta)
+                log.warning("step %d: %s was in the trash, and is put back", save.meta.step, top)
                 found = True
     if found:
         directories.fsync_dir(root)
