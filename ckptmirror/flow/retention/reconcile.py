@@ -130,8 +130,8 @@ def _put_back(root: Path, inventory: Inventory) -> bool:
             trashed = next((one for one in inventory.trash if _is_whole(one, top, artifacts)), None)
             if trashed is not None:
                 directories.rename_noreplace(trashed, root / top, label="trash.put_back")
-                log = save_logger(_log, save.meta)
-                log.warning("step %d: %s was in the trash, and is put back", save.meta.step, top)
+                restored = "step %d: %s was in the trash, and is put back"
+                save_logger(_log, save.meta).warning(restored, save.meta.step, top)
                 found = True
     if found:
         directories.fsync_dir(root)
