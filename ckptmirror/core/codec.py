@@ -36,6 +36,7 @@ from ckptmirror.core.model import (
     Digest,
     Kind,
     Meta,
+    Requirement,
     SaveRef,
     Tombstone,
 )
@@ -65,7 +66,7 @@ _MAX_URL = 4096
 _META = "ckptmirror-meta"
 _TOMBSTONE = "ckptmirror-tombstone"
 _ATTEMPTS = "ckptmirror-attempts"
-_ATTEMPTS_VERSION = 2  # ckptmirror 0.1.0 wrote 1, which lacks required and completed, and less of each attempt
+_ATTEMPTS_VERSION = 2  # ckptmirror 0.1.0 wrote 1, which lacks requirements and completed, and less of each attempt
 _HEALTH = "ckptmirror-health"
 _HEALTH_KEPT = 256  # attempts: enough for any row of starts that fail
 _MAX_SIGNS = 64
@@ -331,9 +332,8 @@ def attempts_to_bytes(attempts: AttemptList) -> bytes:
     document = {
         "run_id": attempts.run_id,
         "attempts": [_entry_document(attempt) for attempt in ordered],
-        "required": sorted(set(attempts.required)),
+        "requirements": [dataclasses.asdict(one) for one in sorted(attempts.requirements, key=lambda one: one.url)],
         "completed": sorted(set(attempts.completed)),
-        "forgotten": sorted(set(attempts.forgotten)),
     }
     return _sealed(_ATTEMPTS, document, _attempts_from_fields, _ATTEMPTS_VERSION)
 
@@ -351,15 +351,29 @@ def attempts_from_bytes(data: bytes) -> AttemptList:
 def _attempts_from_fields(fields: Fields) -> AttemptList:
     run_id = fields.id("run_id")
     items = fields.array("attempts", MAX_ATTEMPTS)
-    required = _texts(fields, "required", _MAX_MIRRORS)
+    mirrors = fields.array("requirements", _MAX_MIRRORS) if fields.has("requirements") else []
     completed = _texts(fields, "completed", MAX_ATTEMPTS)
-    forgotten = _texts(fields, "forgotten", _MAX_MIRRORS)
     fields.end()
+    requirements = [_requirement(Fields(item, f"requirements[{index}]")) for index, item in enumerate(mirrors)]
     attempts = [_entry(Fields(item, f"attempts[{index}]")) for index, item in enumerate(items)]
     if len({attempt.id for attempt in attempts}) != len(attempts):
         raise BrokenMeta("attempts names an attempt twice.")
     ordered = tuple(sorted(attempts, key=lambda attempt: (attempt.number, attempt.id)))
-    return AttemptList(run_id, ordered, required, completed, forgotten)
+    if len({one.url for one in requirements}) != len(requirements):
+        raise BrokenMeta("requirements names a mirror twice.")
+    return AttemptList(run_id, ordered, tuple(requirements), completed)
+
+
+def _requirement(fields: Fields) -> Requirement:
+    requirement = Requirement(
+        url=fields.text("url", _MAX_URL),
+        number=fields.integer("number", 0, _MAX_NUMBER),
+        is_removed=fields.boolean("is_removed"),
+    )
+    fields.end()
+    if not requirement.url:
+        raise fields.refuse("url", "is empty")
+    return requirement
 
 
 def _texts(fields: Fields, key: str, max_items: int) -> tuple[str, ...]:

@@ -111,21 +111,39 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Requirement:
+    """What a list says of one mirror: a start requires it, or a person removed it later (``ckptmirror forget-mirror``).
+
+    Attributes:
+        url: The mirror's URL.
+        number: Of the newest attempt that began with it as required; of a removal, of the newest attempt known then.
+        is_removed: Whether a person removed it.
+    """
+
+    url: str
+    number: int
+    is_removed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptList:
     """Content of ``.ckptmirror/attempts.json`` and of ``writer.json`` on a mirror. It only grows.
 
     Attributes:
-        required: URLs of the run's required mirrors; only a person removes one (``ckptmirror forget-mirror``).
-        forgotten: URLs of mirrors that a person removed from the run; no list of the run can require them again.
+        requirements: The newest word on each mirror that is required, or was until a person removed it.
         completed: In a root's own list: ids of its attempts whose claim every required mirror recorded. Empty on a
             mirror.
     """
 
     run_id: str
     attempts: tuple[Attempt, ...] = ()
-    required: tuple[str, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
     completed: tuple[str, ...] = ()
-    forgotten: tuple[str, ...] = ()
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """URLs of the run's required mirrors."""
+        return tuple(one.url for one in self.requirements if not one.is_removed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,25 @@ def test_a_first_start_that_was_refused_goes_on_without_the_mirror_that_does_not
         assert manager.resume(new_state()) is None
 
 
+def test_a_mirror_that_a_later_start_requires_is_missed_again(tmp_path: Path) -> None:
+    away, left = f"file://{tmp_path}/nfs/away", f"file://{tmp_path}/nfs/left"
+    (tmp_path / "nfs").mkdir()
+    root = tmp_path / "root"
+    saved_run(root, (1, 2), away, left)
+    for _ in range(2):
+        assert run("forget-mirror", "--root", root, "--url", away).returncode == 0
+        with running(tmp_path / "a new disk", left) as manager:
+            assert manager.resume(new_state()) is not None
+        with running(root, away, left) as manager:
+            assert manager.resume(new_state()) is not None
+        shutil.rmtree(tmp_path / "a new disk")
+        with (
+            running(tmp_path / "a new disk", left) as manager,
+            pytest.raises(StoreTemporary, match="no longer configured"),
+        ):
+            manager.resume(new_state())
+
+
 def test_the_last_mirror_stays_in_the_table(tmp_path: Path) -> None:
     """Without a mirror, rotation would ask none before it deletes."""
     url = f"file://{tmp_path}/mirror"

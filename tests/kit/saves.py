@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes, meta_to_bytes
-from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Kind, Meta, SaveRef, new_id
+from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Kind, Meta, Requirement, SaveRef, new_id
 from ckptmirror.local.checksums import BlockDigest
 from ckptmirror.stores.base import ObjectInfo, Store, Upload
 
@@ -129,7 +129,7 @@ def put_attempts(
     place: Path | Store, attempts: Iterable[Attempt], *, run_id: str = RUN_ID, required: tuple[str, ...] = ()
 ) -> None:
     """Write the list of attempts of a root (which makes it a training root) or of a mirror."""
-    data = attempts_to_bytes(AttemptList(run_id, tuple(attempts), required))
+    data = attempts_to_bytes(AttemptList(run_id, tuple(attempts), tuple(Requirement(url, 0) for url in required)))
     if isinstance(place, Path):
         (place / names.CONTROL_DIR).mkdir(parents=True, exist_ok=True)
         (place / names.ATTEMPTS_NAME).write_bytes(data)

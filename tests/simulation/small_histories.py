@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ckptmirror.core.model import Attempt
+from ckptmirror.core.model import Attempt, AttemptList, Requirement
 from ckptmirror.core.start import attempts as rules
 from ckptmirror.core.start import decide, disks
 from ckptmirror.core.start.decide import Outcome, Refuse, Result, Try, Wish
 from ckptmirror.core.start.disks import identity_of
 from ckptmirror.core.start.evidence import DISK, Copy, Origin
-from ckptmirror.core.start.lineage import SaveFacts
+from ckptmirror.core.start.lineage import SaveFacts, merge_requirements, removal
 from tests.simulation.small_uploads import Uploads, left_by, root_of
 from tests.simulation.small_world import (
     AUTO,
@@ -36,6 +36,8 @@ from tests.simulation.small_world import (
     World,
     a_save,
     ids_of,
+    in_order,
+    list_of,
     named,
     part_name,
     put_at,
@@ -79,10 +81,11 @@ class Histories(Uploads):
         save = a_save(first.id, 1, 1)
         listed = frozenset({first})
         one = frozenset({first.id})
+        requirements = tuple(Requirement(url, first.number) for url in required)
         for share, (host, root) in enumerate(zip(nodes, roots, strict=True)):
-            disk = with_job(Disk(root, "run 1", listed, required, one, uploaded=one), first.root)
+            disk = with_job(Disk(root, "run 1", listed, requirements, one, uploaded=one), first.root)
             state = put_disk(state, host, with_save(disk, save, share, len(nodes)))
-        mirror = Mirror("run 1", listed, required, frozenset({save}))
+        mirror = Mirror("run 1", listed, requirements, frozenset({save}))
         if len(nodes) > 1:
             shares = range(len(nodes))
             parts = frozenset((part_name(save, share, len(nodes)), save, share) for share in shares)
@@ -127,6 +130,8 @@ class Histories(Uploads):
         if self.world.reconfigures and not state.actors:
             other = ("B",) if state.configured == URLS else URLS
             yield Step(f"configured {'+'.join(other)}", state._replace(configured=other))
+        if self.world.forgets and state.removed is False:
+            yield from self._removals(state)
         for host, disk in enumerate(state.disks):
             if any(host in actor.nodes for actor in state.actors):
                 continue
@@ -139,6 +144,21 @@ class Histories(Uploads):
                 for part in sorted(disk.parts, key=lambda one: one.name):
                     rotten = disk._replace(rotten=frozenset({part.save.save_id}))
                     yield Step(f"{part.name} on disk {host} rots", put_disk(state, host, rotten))
+
+    def _removals(self, state: State) -> Iterator[Step]:
+        """A person takes mirror A out of the run, at any host: the lists there and on B, if it answers, record it."""
+        busy = {host for actor in state.actors for host in actor.nodes}
+        there = list_of(state.mirrors[1]) if state.up[1] else None
+        for host, disk in enumerate(state.disks):
+            if host in busy or disk.run is None or "A" not in disk.required:
+                continue
+            here = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.requirements)
+            word = removal("A", [here, *([there] if there is not None else [])])
+            after = put_disk(state, host, disk._replace(requirements=merge_requirements([*disk.requirements, word])))
+            if there is not None:
+                told = state.mirrors[1]._replace(requirements=merge_requirements([*there.requirements, word]))
+                after = after._replace(mirrors=put_at(state.mirrors, 1, told))
+            yield Step(f"A is forgotten at {host}", after._replace(removed=True))
 
     # -- starts
 
@@ -224,7 +244,7 @@ class Histories(Uploads):
                 return "a damaged part is loaded"
             if any(choice.parent.save_id in disk.skipped for disk in state.disks):
                 return "a save that was given up is resumed"
-        if choice.by_person:
+        if choice.by_person or state.removed:
             return ""
         if choice.parent is None:
             return "a start at step 0 although a save stands on a mirror" if self._standing(state.mirrors) else ""
@@ -301,7 +321,7 @@ class Histories(Uploads):
 
     def _wrong_claim(self, state: State, choice: Choice) -> str:
         stands = self._standing(state.mirrors)
-        if choice.by_person or not stands or stands[-1].step <= step_of(choice.parent):
+        if choice.by_person or state.removed or not stands or stands[-1].step <= step_of(choice.parent):
             return ""
         return "a start claims the run from a save older than one that stands on the mirrors"
 
@@ -317,10 +337,10 @@ class Histories(Uploads):
             assert choice.parent is not None
             copies |= {Copy(choice.parent, Origin.STAGED)}
         listed = self._one_of_each(claim.root_list.attempts)
-        required, completed = claim.root_list.required, frozenset(claim.root_list.completed)
+        requirements, completed = claim.root_list.requirements, frozenset(claim.root_list.completed)
         root = root_of(disk, actor.attempt, actor.nodes[0])
         return with_job(disk, sight.root)._replace(
-            root=root, run=actor.run, listed=listed, required=required, completed=completed, copies=copies
+            root=root, run=actor.run, listed=listed, requirements=requirements, completed=completed, copies=copies
         ), claim
 
     def _claims_mirror(self, state: State, actor: Actor) -> Iterator[Step]:
@@ -341,8 +361,7 @@ class Histories(Uploads):
             yield Step(f"{actor.attempt} starts over at {URLS[unasked[0]]}", without(state, actor))
         else:
             index = unasked[0]
-            mirror = self._listed(disk, actor, state.mirrors[index])
-            after = state._replace(mirrors=put_at(state.mirrors, index, mirror))
+            after = self._told(state, disk, actor, index)
             wrong = ""
             if actor.choice.by_person:
                 after = after._replace(decided=actor.attempt if len(unasked) == 1 else after.decided)
@@ -358,7 +377,7 @@ class Histories(Uploads):
                 root=root_of(disk, actor.attempt, node),
                 run=actor.run,
                 listed=told.listed,
-                required=told.required,
+                requirements=told.requirements,
                 completed=told.completed,
                 skipped=disk.skipped | actor.abandoned,
             )
@@ -389,7 +408,7 @@ class Histories(Uploads):
 
     def wrong_at_rest(self, state: State) -> str:
         """What is wrong once nobody runs, everything answers, and both roots are drained."""
-        if state.actors:
+        if state.actors or state.removed:
             return ""
         if len({place.run for place in (*state.disks, *state.mirrors)} - {None}) > 1:
             return "" if self.world.reconfigures else "two runs"  # a mirror was left out while the run began on it

@@ -66,8 +66,7 @@ class Uploads:
             after = put_disk(state, node, disk._replace(met=disk.met | unknown))
             yield Step(f"{actor.attempt} fenced at {url}", left_by(after, actor, node))
         elif actor.attempt not in ids_of(mirror.listed):
-            told = self._listed(disk, actor, mirror)
-            after = state._replace(mirrors=put_at(state.mirrors, index, told))
+            after = self._told(state, disk, actor, index)
             yield Step(f"{actor.attempt} claims {url} late", after, self._lost(state, after))
         else:
             yield from self._uploads(state, actor, node, index)
@@ -222,15 +221,22 @@ class Uploads:
         assert disk.run is not None
         made_by = next(one for one in disk.listed if one.id == save.attempt)
         told = rules.drained_list(self._evidence(sight), URLS[index], made_by, disk.run, list_of(mirror))
-        return mirror._replace(run=told.run_id, listed=self._one_of_each(told.attempts), required=told.required)
+        return mirror._replace(run=told.run_id, listed=self._one_of_each(told.attempts), requirements=told.requirements)
+
+    def _told(self, state: State, disk: Disk, actor: Actor, index: int) -> State:
+        """The state after an attempt has put itself on a mirror's list."""
+        told = self._listed(disk, actor, state.mirrors[index])
+        after = state._replace(mirrors=put_at(state.mirrors, index, told))
+        is_back = state.removed and URLS[index] == "B" and "A" in state.configured
+        return after._replace(removed=None) if is_back else after
 
     def _write_mirror_list(self, disk: Disk, actor: Actor, mirror: Mirror) -> Mirror:
         assert disk.run is not None
         entry = next(one for one in disk.listed if one.id == actor.attempt)
-        root_list = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.required)
+        root_list = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.requirements)
         claim = rules.Claim(entry, root_list, known=actor.known, for_mirrors=actor.for_mirrors, needs=actor.needs)
         told = rules.mirror_list(claim, list_of(mirror))
-        return mirror._replace(run=told.run_id, listed=self._one_of_each(told.attempts), required=told.required)
+        return mirror._replace(run=told.run_id, listed=self._one_of_each(told.attempts), requirements=told.requirements)
 
     # -- saves and uploads
 
@@ -250,6 +256,8 @@ class Uploads:
 
     def _lost(self, before: State, after: State) -> str:
         """What nobody decided: a save that stood on the mirrors does not stand any more."""
+        if before.removed:
+            return ""
         lost = set(self._standing(before.mirrors)) - set(self._standing(after.mirrors))
         return "a save that stood on the mirrors is superseded" if lost else ""
 

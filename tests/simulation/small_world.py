@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from ckptmirror.core import names
-from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Meta, SaveRef
+from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Meta, Requirement, SaveRef
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Wish
 from ckptmirror.core.start.disks import one_disk
@@ -40,6 +40,7 @@ class World:
         loses: A disk may be lost.
         restores: A root may be replaced by a copy of it without its last save.
         reconfigures: Mirror A may leave the configuration, and come back.
+        forgets: A person may take mirror A out of the run, once; a start that requires it again brings it back.
         rewinds: A person may go back to an earlier step, once.
         starts_over: A person may start over, once.
         claims_at_once: Nothing happens between the parts of one claim, but that it dies.
@@ -59,6 +60,7 @@ class World:
     loses: bool = True
     restores: bool = False
     reconfigures: bool = False
+    forgets: bool = False
     rewinds: bool = False
     starts_over: bool = False
     claims_at_once: bool = True
@@ -88,7 +90,7 @@ class Disk(NamedTuple):
     root: str = ""
     run: str | None = None
     listed: frozenset[Attempt] = frozenset()
-    required: tuple[str, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
     completed: frozenset[str] = frozenset()
     met: frozenset[Attempt] = frozenset()
     uploaded: frozenset[str] = frozenset()
@@ -99,6 +101,11 @@ class Disk(NamedTuple):
     jobs: frozenset[str] = frozenset()
     reported: frozenset[str] = frozenset()
     ended: frozenset[str] = frozenset()
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The mirrors that its list and its table call required."""
+        return tuple(one.url for one in self.requirements if not one.is_removed)
 
 
 class Mirror(NamedTuple):
@@ -112,7 +119,7 @@ class Mirror(NamedTuple):
 
     run: str | None = None
     listed: frozenset[Attempt] = frozenset()
-    required: tuple[str, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
     saves: frozenset[SaveFacts] = frozenset()
     files: frozenset[tuple[str, int]] = frozenset()
     parts: frozenset[tuple[str, SaveFacts, int]] = frozenset()
@@ -172,7 +179,13 @@ class Actor(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything. ``decided``: the attempt by which a person decided, once every mirror took it down."""
+    """Everything.
+
+    Attributes:
+        decided: The attempt by which a person decided, once every mirror took it down.
+        removed: Whether a person has taken mirror A out of the run; None once a start has required it again, and B has
+            recorded that. In between nothing that is on A alone is missed.
+    """
 
     disks: Disks
     mirrors: Mirrors
@@ -181,6 +194,7 @@ class State(NamedTuple):
     actors: tuple[Actor, ...] = ()
     started: int = 0
     decided: str = ""
+    removed: bool | None = False
 
 
 class Step(NamedTuple):
@@ -268,7 +282,7 @@ def _disk_row(disk: Disk) -> Row:
         "disk",
         listed=ListFound.SOUND if disk.listed else ListFound.NONE,
         run_id=disk.run,
-        names_required=disk.required,
+        requirements=disk.requirements,
         heard=tuple(heard),
         copies=tuple(sorted(disk.copies, key=lambda copy: copy.save.save_id)),
         parts=tuple(sorted(disk.parts, key=lambda part: part.save.save_id)),
@@ -301,7 +315,7 @@ def _mirror_row(url: str, mirror: Mirror, was_required: bool) -> Row:
         was_required=was_required,
         listed=ListFound.SOUND if mirror.listed else ListFound.NONE,
         run_id=mirror.run,
-        names_required=mirror.required,
+        requirements=mirror.requirements,
         heard=tuple(
             Heard(one, frozenset(voice for voice, holds in _voices_there(one, mirror, saved).items() if holds))
             for one in in_order(mirror.listed)
@@ -316,7 +330,9 @@ def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def list_of(mirror: Mirror) -> AttemptList | None:
-    return AttemptList(mirror.run, tuple(in_order(mirror.listed)), mirror.required) if mirror.run is not None else None
+    return (
+        AttemptList(mirror.run, tuple(in_order(mirror.listed)), mirror.requirements) if mirror.run is not None else None
+    )
 
 
 def ids_of(attempts: Iterable[Attempt]) -> set[str]:
@@ -352,7 +368,7 @@ def restored(disk: Disk, root: str) -> Disk:
     if last.save.attempt not in {copy.save.attempt for copy in copies}:
         listed = frozenset(one for one in listed if one.number < numbers[last.save.attempt])
     ids = ids_of(listed)
-    return Disk(root, disk.run, listed, disk.required, disk.completed & ids, disk.met, disk.uploaded & ids, copies)
+    return Disk(root, disk.run, listed, disk.requirements, disk.completed & ids, disk.met, disk.uploaded & ids, copies)
 
 
 def to_upload(disk: Disk, mirror: Mirror) -> list[SaveFacts]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptmirror.core import meta_merging, names
-from ckptmirror.core.start import attempts, decide, disks, quarantine
+from ckptmirror.core.start import attempts, decide, disks, evidence, lineage, quarantine
 from ckptmirror.core.start.lineage import SaveFacts
 from tests.simulation import small_histories, small_uploads, small_world
 from tests.simulation.explorer import explore, wander
@@ -20,7 +20,7 @@ from tests.simulation.small_world import Mirror, World, part_name
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 STATES = 150_000 if FULL else 2_000
 HISTORIES = 300 if FULL else 8
-STATES_LIMIT = 25_000  # more than it takes to find any of the planted bugs
+STATES_LIMIT = 30_000  # more than it takes to find any of the planted bugs
 
 RUNNING = World(begun=True)
 SHORT = replace(RUNNING, last_step=2, loses=False)
@@ -30,6 +30,7 @@ WORLDS = {
     "a person goes back": replace(RUNNING, rewinds=True),
     "a person starts over": replace(RUNNING, starts_over=True),
     "a mirror is left out": replace(RUNNING, reconfigures=True),
+    "a mirror is taken out of the run": replace(RUNNING, reconfigures=True, forgets=True),
     "an older copy of a root is restored": replace(RUNNING, restores=True),
     "claims of several starts mingle": replace(RUNNING, claims_at_once=False, rewinds=True),
     "starts fail and go back": replace(RUNNING, reports=True, loses=False),
@@ -52,6 +53,7 @@ ON_NODES = {
     "one node of two goes on alone": replace(ON_ONE_MIRROR, jobs=((0, 1), (0,))),
     "a part rots": replace(ON_ONE_MIRROR, rots=True),
     "starts of two nodes fail": replace(ON_ONE_MIRROR, reports=True, jobs=((0, 1), (2, 1))),
+    "a mirror is taken out of the run of two nodes": replace(ON_TWO, reconfigures=True, forgets=True),
     "a person goes back on two nodes": replace(ON_TWO, rewinds=True),
     "two jobs on other nodes": replace(ON_TWO, jobs=((0, 1), (2, 3)), claims_at_once=False),
     "commits of two nodes pause": replace(ON_ONE_MIRROR, commits_at_once=False, survives=True, sends_files=True),
@@ -176,6 +178,14 @@ def _nothing_was_chosen(_attempts: Any) -> frozenset[str]:
     return frozenset()
 
 
+def _removed_for_ever(requirements: Any) -> Any:
+    newest: dict[str, Any] = {}
+    for one in requirements:
+        known = newest.setdefault(one.url, one)
+        newest[one.url] = max(known, one, key=lambda word: (word.is_removed, word.number))
+    return tuple(newest.values())
+
+
 FAILING = replace(SHORT, reports=True, attempts=4, mirrors=1, outages=False)
 REWOUND = replace(SHORT, rewinds=True)
 MINGLED = replace(SHORT, claims_at_once=False)
@@ -216,6 +226,14 @@ PLANTED: dict[str, tuple[World, list[Planted]]] = {
     "a start that ended in order has failed": (
         FAILING,
         [(quarantine, "quarantined", _ends_are_deaths(quarantine.quarantined))],
+    ),
+    "a mirror that was removed is never required again": (
+        replace(SHORT, outages=False, reconfigures=True, forgets=True),
+        [(place, "merge_requirements", _removed_for_ever) for place in (lineage, evidence, attempts, disks)],
+    ),
+    "a number of which a removal knows is given again": (
+        replace(SHORT, outages=False, reconfigures=True, forgets=True, last_step=2),
+        [(attempts, "next_number", lambda listed: max((one.number for one in listed.attempts), default=-1) + 1)],
     ),
     "one part is the whole save": (TORN, [(disks, "_absent", _any_part_is_all)]),
     "a part is given up although another disk may have the rest": (

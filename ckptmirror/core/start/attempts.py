@@ -26,10 +26,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckptmirror.core.model import KINDS, Attempt, AttemptList
+from ckptmirror.core.model import KINDS, Attempt, AttemptList, Requirement
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.evidence import Evidence, ListFound, Row, Voice
-from ckptmirror.core.start.lineage import Lineage, SaveFacts, is_fast_forward, lineage, merge_attempts, next_number
+from ckptmirror.core.start.lineage import (
+    Lineage,
+    SaveFacts,
+    is_fast_forward,
+    lineage,
+    merge_attempts,
+    merge_requirements,
+    next_number,
+)
 
 __all__ = [
     "Claim",
@@ -143,15 +151,9 @@ def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
     return {attempt.id: attempt for attempt in merged.attempts}
 
 
-def _named_required(evidence: Evidence) -> list[str]:
-    """Return the mirrors that lists name as required, except those that a person removed from the run."""
-    forgotten = evidence.forgotten
-    return [url for row in evidence.rows for url in row.names_required if url not in forgotten]
-
-
 def _silent(evidence: Evidence) -> dict[str, str]:
     """Rule 2."""
-    named = set(_named_required(evidence))
+    named = {one.url for one in evidence.requirements if not one.is_removed}
     silent = {
         row.place: row.why or row.reach.value
         for row in evidence.mirrors()
@@ -269,24 +271,19 @@ def claim_from(
     """
     counted = count(evidence)
     configured = [row.place for row in evidence.mirrors() if row.required and row.reach is not Reach.DROPPED]
-    named = _named_required(evidence)
-    required = tuple(dict.fromkeys([*configured, *named]))
     heard = AttemptList(run_id, tuple(counted.heard.values()))
     completed = tuple(sorted(_ids(evidence.disk, Voice.COMPLETED)))
-    forgotten = tuple(sorted(evidence.forgotten - set(configured)))
-    known = AttemptList(run_id, tuple(counted.known.values()), required, completed, forgotten)
+    known = AttemptList(run_id, tuple(counted.known.values()), evidence.requirements, completed)
     known = merge_attempts(known, AttemptList(run_id, tuple(adopted)))
-    entry = replace(
-        attempt,
-        number=max(next_number(heard), next_number(known)),
-        root=evidence.root,
-        required=required if attempt.by_person else (),
-    )
+    number = max(next_number(heard), next_number(known))
+    requires = merge_requirements([*(Requirement(url, number) for url in configured), *evidence.requirements])
+    required = tuple(one.url for one in requires if not one.is_removed)
+    entry = replace(attempt, number=number, root=evidence.root, required=required if attempt.by_person else ())
     on_mirrors = {heard.attempt.id for row in evidence.mirrors() for heard in row.heard if not heard.attempt.by_person}
     return Claim(
         attempt=entry,
         for_mirrors=frozenset({entry.id, *on_mirrors, *counted.counting, *(one.id for one in adopted)}),
-        root_list=merge_attempts(known, AttemptList(run_id, (entry,))),
+        root_list=merge_attempts(known, AttemptList(run_id, (entry,), requires)),
         known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
         needs=required if needs_all else (),
     )
@@ -320,7 +317,7 @@ def drained_list(
         for one in ({attempt.id} if strange else here | {attempt.id})
         if one in counted.known and (not counted.known[one].by_person or one in counted.counting)
     ]
-    ours = AttemptList(run_id, tuple(listed) or (attempt,), evidence.disk.names_required)
+    ours = AttemptList(run_id, tuple(listed) or (attempt,), evidence.disk.requirements)
     return merge_attempts(there, ours) if there is not None else merge_attempts(ours)
 
 

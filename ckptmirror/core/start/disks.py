@@ -19,7 +19,7 @@ from ckptmirror.core.errors import ConfigError
 from ckptmirror.core.model import KINDS, Attempt, Kind
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.evidence import Copy, Evidence, Heard, ListFound, Origin, Part, Problem, Row, Voice
-from ckptmirror.core.start.lineage import SaveFacts, lineage
+from ckptmirror.core.start.lineage import SaveFacts, lineage, merge_requirements
 
 __all__ = ["Torn", "identity_of", "never_whole", "one_disk", "seen_by_its_job", "torn"]
 
@@ -75,8 +75,7 @@ def one_disk(rows: Sequence[Row]) -> Row:
         why=next((row.why for row in rows if row.listed is best), ""),
         listed=best,
         run_id=next((row.run_id for row in rows if row.run_id is not None), None),
-        names_required=tuple(dict.fromkeys(url for row in rows for url in row.names_required)),
-        forgets=tuple(dict.fromkeys(url for row in rows for url in row.forgets)),
+        requirements=merge_requirements(one for row in rows for one in row.requirements),
         heard=_heard(rows, committed),
         copies=copies,
         problems=(*(one for row in rows for one in row.problems), *_problems(parts, whole)),

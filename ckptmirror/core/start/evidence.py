@@ -17,10 +17,10 @@ from enum import StrEnum
 from types import UnionType
 from typing import Any, Literal, TypeVar
 
-from ckptmirror.core.model import Attempt, Kind
+from ckptmirror.core.model import Attempt, Kind, Requirement
 from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
-from ckptmirror.core.start.lineage import SaveFacts
+from ckptmirror.core.start.lineage import SaveFacts, merge_requirements
 
 __all__ = [
     "DISK",
@@ -170,8 +170,7 @@ class Row:
         was_required: Whether it was required at this root's last start, and holds something verified.
         listed: The condition of its list.
         run_id: The run that its list names, or else its saves; None if neither does.
-        names_required: The mirrors that its list names as required.
-        forgets: The mirrors that a person removed from the run, according to its list.
+        requirements: What its list says of each mirror that is required, or was.
         heard: Every attempt that it names. A place may have shown its list before it fell silent.
         copies: The saves that this place can resume from.
         problems: What looks like a save here but cannot be resumed from.
@@ -190,8 +189,7 @@ class Row:
     was_required: bool = False
     listed: ListFound = ListFound.NONE
     run_id: str | None = None
-    names_required: tuple[str, ...] = ()
-    forgets: tuple[str, ...] = ()
+    requirements: tuple[Requirement, ...] = ()
     heard: tuple[Heard, ...] = ()
     copies: tuple[Copy, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -241,9 +239,9 @@ class Evidence:
         return tuple(row for row in self.rows if row.answers)
 
     @property
-    def forgotten(self) -> frozenset[str]:
-        """The mirrors that a person removed from the run, according to any list."""
-        return frozenset(url for row in self.rows for url in row.forgets)
+    def requirements(self) -> tuple[Requirement, ...]:
+        """The newest word of any list on each mirror that is required, or was."""
+        return merge_requirements(one for row in self.rows for one in row.requirements)
 
     def heard_as(self, voice: Voice) -> frozenset[str]:
         """Return the ids of the attempts that any answering place knows in one of these ways."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptmirror.core.errors import LineageError
-from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta, SaveRef
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta, Requirement, SaveRef
 
 __all__ = [
     "Lineage",
@@ -236,11 +236,23 @@ def merge_attempts(*lists: AttemptList) -> AttemptList:
         for attempt in attempts.attempts:
             merged[attempt.id] = _agreed(merged.get(attempt.id, attempt), attempt)
     ordered = tuple(sorted(merged.values(), key=lambda attempt: (attempt.number, attempt.id)))
-    forgotten = tuple(dict.fromkeys(url for attempts in lists for url in attempts.forgotten))
-    named = dict.fromkeys(url for attempts in lists for url in attempts.required)
-    required = tuple(url for url in named if url not in forgotten)
+    requirements = merge_requirements(one for attempts in lists for one in attempts.requirements)
     completed = tuple(dict.fromkeys(one for attempts in lists for one in attempts.completed))
-    return AttemptList(run_id, ordered, required, completed, forgotten)
+    return AttemptList(run_id, ordered, requirements, completed)
+
+
+def merge_requirements(requirements: Iterable[Requirement]) -> tuple[Requirement, ...]:
+    """Return the newest word on each mirror. A removal is newer than the attempts that it knew, and no other."""
+    newest: dict[str, Requirement] = {}
+    for one in requirements:
+        known = newest.setdefault(one.url, one)
+        newest[one.url] = max(known, one, key=lambda word: (word.number, word.is_removed))
+    return tuple(newest.values())
+
+
+def removal(url: str, lists: Sequence[AttemptList]) -> Requirement:
+    """Return the word of a person who removes a mirror from the run of these lists."""
+    return Requirement(url, max([0, *(next_number(attempts) - 1 for attempts in lists)]), is_removed=True)
 
 
 def _agreed(one: Attempt, other: Attempt) -> Attempt:
@@ -268,5 +280,9 @@ def attempts_of_metas(metas: Iterable[Meta]) -> AttemptList | None:
 
 
 def next_number(attempts: AttemptList) -> int:
-    """Return the number of the next attempt: one higher than any in the list, from 0."""
-    return max((attempt.number for attempt in attempts.attempts), default=-1) + 1
+    """Return the number of the next attempt: one higher than any in the list, from 0.
+
+    The number of a removal counts too: it may come from an attempt that only another root knows.
+    """
+    numbers = [one.number for one in attempts.attempts] + [one.number for one in attempts.requirements]
+    return max(numbers, default=-1) + 1

@@ -1,8 +1,9 @@
 """Removes a mirror from a run: no start, commit or drain waits for it any more. Only a person decides this.
 
 Rules:
-* The lists of the root and of every answering mirror record the removal. Lists only grow: the mirror is added as
-  forgotten, so that an older list on a mirror that is away now does not bring it back.
+* The lists of the root and of every answering mirror record the removal, with the number of the newest attempt that any
+  of them names. So an older list on a mirror that is away now does not bring it back, and a later start that has the
+  mirror in its configuration does.
 * The root's table no longer lists it, so that no verb waits for it either. Uploads that wait for it stay in the table
   until it is configured again. The last mirror stays listed: without one, saves would not wait for any.
 * Nothing on the mirror and no file of a save changes.
@@ -19,7 +20,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
 from ckptmirror.core.model import AttemptList, new_id
-from ckptmirror.core.start.lineage import merge_attempts
+from ckptmirror.core.start.lineage import merge_attempts, removal
 from ckptmirror.flow.places.attempt_lists import check_can_sign, listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors, set_mirrors
 from ckptmirror.local import files
@@ -106,7 +107,7 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
     left = tuple(sorted(named - {url}))
     if not every:  # no start has succeeded yet: no list can require it
         return Forgotten(url, left, (), unreachable, is_configured)
-    out = AttemptList(every[0].run_id, forgotten=(url,))
+    out = AttemptList(every[0].run_id, requirements=(removal(url, every),))
     if here is not None and not dry_run:
         data = attempts_to_bytes(merge_attempts(here, out))
         files.write_bytes(root / names.ATTEMPTS_NAME, data, save_id=new_id(), replace=True)

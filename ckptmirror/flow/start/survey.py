@@ -427,8 +427,7 @@ class _Rows:
             was_required=place in self._was_required,
             listed=listed,
             run_id=run_id,
-            names_required=attempts.required if attempts is not None else (),
-            forgets=attempts.forgotten if attempts is not None else (),
+            requirements=attempts.requirements if attempts is not None else (),
         )
 
     def _of_run(self, metas: Iterable[Meta], run_id: str | None) -> list[Meta]:

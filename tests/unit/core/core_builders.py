@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.crc import combine_blocks
-from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Artifact, Attempt, Digest, Kind, Meta, SaveRef
+from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Artifact, Attempt, Digest, Kind, Meta, Requirement, SaveRef
 from ckptmirror.core.names import MAX_STEP, SaveName
 
 RUN_ID = "0" * 31 + "a"
@@ -20,6 +20,11 @@ RUN_ID = "0" * 31 + "a"
 def id_of(text: str) -> str:
     """Return an id of 32 hex digits that stands for ``text``."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def required(*urls: str) -> tuple[Requirement, ...]:
+    """Return that a first attempt began with these mirrors as required."""
+    return tuple(Requirement(url, 0) for url in urls)
 
 
 def crc32c_bitwise(data: bytes) -> int:

@@ -31,6 +31,7 @@ from ckptmirror.core.model import (
     Attempt,
     AttemptHealth,
     AttemptList,
+    Requirement,
     SaveRef,
     Tombstone,
 )
@@ -357,6 +358,22 @@ def test_tombstones_and_attempts_are_checked_too() -> None:
         attempts_from_bytes(resealed(lambda d: d["attempts"][0].update(parent=parent, decided=False), data))
     with pytest.raises(BrokenMeta):
         attempts_to_bytes(AttemptList("not an id"))
+
+
+def test_what_a_list_says_of_mirrors_is_read_back_and_checked() -> None:
+    requirements = (Requirement("gs://a", 3, is_removed=True), Requirement("gs://b", 4))
+    data = attempts_to_bytes(AttemptList(RUN_ID, requirements=requirements[::-1]))
+    assert attempts_from_bytes(data).requirements == requirements
+    wrong: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+        (lambda d: d["requirements"].append(d["requirements"][0]), "names a mirror twice"),
+        (lambda d: d["requirements"][1].update(url=""), r"requirements\[1\].url is empty"),
+        (lambda d: d["requirements"][1].update(number=-1), r"requirements\[1\].number is -1"),
+        (lambda d: d["requirements"][1].update(since=2), "unknown field"),
+        (lambda d: d.update(requirements=d["requirements"][:1] * 1001), "1001 items"),
+    ]
+    for change, why in wrong:
+        with pytest.raises(BrokenMeta, match=why):
+            attempts_from_bytes(resealed(change, data))
 
 
 # -- what users give ----------------------------------------------------------------------------------------

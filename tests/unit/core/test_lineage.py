@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmirror.core.errors import LineageError
-from ckptmirror.core.model import Attempt, AttemptList, Kind, SaveRef
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Requirement, SaveRef
 from ckptmirror.core.start.lineage import (
     Lineage,
     SaveFacts,
     attempts_of_metas,
     lineage,
     merge_attempts,
+    merge_requirements,
     next_number,
+    removal,
 )
 
 DCP: tuple[Kind, ...] = ("dcp",)
@@ -362,6 +364,31 @@ def test_numbers_of_attempts_rise_from_0() -> None:
     assert next_number(AttemptList("R")) == 0
     assert next_number(AttemptList("R", (A, B))) == 2
     assert next_number(AttemptList("R", (Attempt("Z", 7, None, decided=False), A))) == 8
+    assert next_number(AttemptList("R", (A, B), (Requirement("gs://a", 4, is_removed=True),))) == 5
+
+
+WORDS = st.builds(Requirement, st.sampled_from("ab"), st.integers(0, 3), st.booleans())
+
+
+@given(words=st.lists(WORDS), rng=st.randoms())
+def test_the_newest_word_on_a_mirror_is_the_last_in_any_order(words: list[Requirement], rng: random.Random) -> None:
+    merged = merge_requirements(words)
+    for one in merged:
+        said = [word for word in words if word.url == one.url]
+        assert one.number == max(word.number for word in said)
+        assert one.is_removed == any(word.is_removed for word in said if word.number == one.number)
+    assert {one.url for one in merged} == {word.url for word in words}
+    rng.shuffle(words)
+    assert set(merge_requirements([*merge_requirements(words[:2]), *words])) == set(merged)
+
+
+def test_a_removal_ends_what_it_knew_and_a_later_start_requires_the_mirror_again() -> None:
+    known = AttemptList("R", (A, B), (Requirement("gs://a", 1), Requirement("gs://b", 1)))
+    told = merge_attempts(known, AttemptList("R", requirements=(removal("gs://a", [known]),)))
+    assert told.required == ("gs://b",)
+    assert merge_attempts(told, known).required == ("gs://b",)
+    later = AttemptList("R", requirements=(Requirement("gs://a", next_number(told)),))
+    assert set(merge_attempts(known, told, later).required) == {"gs://a", "gs://b"}
 
 
 def test_a_lost_list_is_rebuilt_from_the_metas() -> None:

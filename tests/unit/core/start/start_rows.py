@@ -8,6 +8,7 @@ from ckptmirror.core.model import Attempt, SaveRef
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
+from tests.unit.core.core_builders import required
 
 HERE, ELSEWHERE = "this root", "another root"
 BOTH = ("gs://a", "gs://b")
@@ -51,7 +52,7 @@ def place(
         required=name != DISK,
         listed=ListFound.SOUND if voices else ListFound.NONE,
         run_id="run" if voices else None,
-        names_required=BOTH if voices else (),
+        requirements=required(*BOTH) if voices else (),
         heard=tuple(Heard(one, frozenset(said)) for one, said in voices.items()),
         copies=tuple(Copy(one, origin) for one in saves),
     )

@@ -32,6 +32,7 @@ from ckptmirror.core.start.evidence import (
     evidence_to_json,
 )
 from ckptmirror.core.start.lineage import SaveFacts
+from tests.unit.core.core_builders import required
 from tests.unit.core.start.start_rows import BOTH, HERE, place, ref, save
 
 A = Attempt("A", 0, None, root=HERE)
@@ -45,7 +46,7 @@ def part(facts: SaveFacts, share: int, of: int = 2, kinds: Sequence[Kind] = BOTH
 
 def disk(*parts: Part, listed: ListFound = ListFound.SOUND, run: str | None = "run", by_person: bool = False) -> Row:
     heard = (Heard(replace(A, by_person=by_person), frozenset({Voice.CLAIMED})),) if run else ()
-    return Row(DISK, "disk", listed=listed, run_id=run, names_required=BOTH, heard=heard, parts=parts)
+    return Row(DISK, "disk", listed=listed, run_id=run, requirements=required(*BOTH), heard=heard, parts=parts)
 
 
 def held(row: Row) -> dict[str, tuple[Kind, ...]]:

@@ -8,6 +8,7 @@ import pytest
 
 from ckptmirror.core.errors import RefusedOnlyCopy, StoreTemporary, UsageError
 from ckptmirror.core.start.decide import Result, Wish
+from tests.unit.core.core_builders import required
 from tests.unit.core.start.builders import (
     BOTH,
     KEPT,
@@ -65,12 +66,12 @@ DEFECTS = [
     ),
     Case(  # 100 was resumed; 500 is on M
         "mirrors [M, N] became [N], which was away while the run went on",
-        [disk([a], saved=[a100]), mirror(N, [a, restart], [a100], names_required=(M, N)), dropped(M)],
+        [disk([a], saved=[a100]), mirror(N, [a, restart], [a100], requirements=required(M, N)), dropped(M)],
         refuses(StoreTemporary, "attempt 1", "may since have saved", M),
     ),
     Case(  # the same on a new disk, which knows of M by N's list alone
         "mirrors [M, N] became [N] on a new disk",
-        [disk(), mirror(N, [a], [a100], names_required=(M, N))],
+        [disk(), mirror(N, [a], [a100], requirements=required(M, N))],
         refuses(StoreTemporary, "Step 100, the newest that can be seen, is not on this disk", M),
     ),
     Case(  # it went on from 100, and superseded what is on the mirror

@@ -7,6 +7,7 @@ import pytest
 from ckptmirror.core.errors import CheckpointNotFound, NotAuthorised, StoreTemporary
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Result, Wish
+from tests.unit.core.core_builders import required
 from tests.unit.core.start.builders import (
     THERE,
     Case,
@@ -161,7 +162,7 @@ OUTAGES = [
     ),
     Case(
         "a required mirror that a list names and nobody configured is missed as well",
-        [disk(), mirror(M, [theirs], [t100], names_required=(M, N))],
+        [disk(), mirror(M, [theirs], [t100], requirements=required(M, N))],
         refuses(StoreTemporary, "is not on this disk", N),
     ),
     Case(

@@ -278,7 +278,7 @@ def test_the_order_within_rows_changes_nothing_and_evidence_survives_json(
         assert _essence(next_move(seen, wish)) == _essence(next_move(replace(seen, rows=tuple(shuffled)), wish))
 
 
-SHUFFLED = ("heard", "copies", "problems", "removed", "names_required")
+SHUFFLED = ("heard", "copies", "problems", "removed", "requirements")
 
 
 @many

@@ -159,7 +159,7 @@ class World:
             sort,  # type: ignore[arg-type]
             listed=ListFound.SOUND if place.listing is not None else lost if sort != "persistent" else ListFound.NONE,
             run_id=RUN if heard else None,
-            names_required=place.listing.required if place.listing is not None else (),
+            requirements=place.listing.requirements if place.listing is not None else (),
             heard=tuple(Heard(one, frozenset(heard[one.id])) for one in listed),
             copies=tuple(Copy(save, origin) for save, origin in place.saves.values()),
             problems=tuple(place.damaged.values()),
@@ -231,7 +231,7 @@ class World:
                 if root.listing
                 else []
             )
-            ours = AttemptList(RUN, tuple(listed), root.listing.required if root.listing else ())
+            ours = AttemptList(RUN, tuple(listed), root.listing.requirements if root.listing else ())
             mirror.listing = merge_attempts(mirror.listing, ours) if mirror.listing is not None else ours
             self._commit(root, mirror, save)
 
