@@ -3,32 +3,119 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
-from ckptmirror.core import events
+from ckptmirror.core import events, setting_checks, signing
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, UsageError
 from ckptmirror.core.load_options import LoadOptions, check_given_alike
 from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.names import MAX_STEP
-from ckptmirror.core.setting_checks import WrongValue, above_0
+from ckptmirror.core.retention import Retention
+from ckptmirror.core.setting_checks import WrongValue
 from ckptmirror.core.stages import Stages
+from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
 from ckptmirror.local import directories
-from ckptmirror.ranks import Ranks, StopRequest, node_key_of
+from ckptmirror.local.keys import use_keys
+from ckptmirror.ranks import DEFAULT_TIMEOUT_S, Ranks, StopRequest, node_key_of, open_ranks
 from ckptmirror.ranks.base import exchange_result
 
 __all__ = [
+    "Settings",
     "agreed_options",
     "check_alike",
     "check_kinds_of_stages",
     "checked_kinds",
-    "checked_limit",
     "checked_loss",
-    "checked_stage",
+    "checked_settings",
     "checked_step",
     "node_key",
+    "refuse",
     "stop_event",
 ]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a manager is given, as the inner layers take it."""
+
+    root: Path
+    specs: Sequence[MirrorSpec]
+    kinds: tuple[Kind, ...]
+    stage: int | None
+    retention: Retention
+    mode: Literal["async", "blocking"]
+    state_dir: Path | None
+    persistent_dir: Path | None
+    workers_per_mirror: int
+    timeout_s: float
+
+
+def checked_settings(
+    root: str | Path,
+    mirrors: Iterable[str | MirrorSpec],
+    *,
+    kinds: Sequence[Kind],
+    retention: Retention | None,
+    pp_rank: int | None,
+    mode: Literal["async", "blocking"],
+    state_dir: str | Path | None,
+    persistent_dir: str | Path | None,
+    workers_per_mirror: int,
+    timeout_s: float,
+    signing_key: str | Path | None,
+    verify_keys: Iterable[str | Path],
+) -> Settings:
+    """Check what a manager is given, and have this process use the keys.
+
+    Raises:
+        ConfigError: A setting is wrong.
+    """
+    before = signing.current()
+    use_keys(signing_key, verify_keys)
+    try:
+        signing.check_can_sign()
+    except ConfigError:
+        signing.set_current(before)
+        raise
+    if retention is not None and not isinstance(retention, Retention):
+        raise ConfigError(
+            f"retention is {retention!r}; it must be a Retention.", hint="Write retention=Retention(keep_last=2)."
+        )
+    if mode not in ("async", "blocking"):
+        raise ConfigError(f"mode is {mode!r}; it must be 'async' or 'blocking'.")
+    try:
+        setting_checks.whole(1)(workers_per_mirror)
+    except WrongValue as error:
+        raise ConfigError(f"workers_per_mirror {error.why}.", hint="Write workers_per_mirror=2.") from None
+    all_kinds = checked_kinds(kinds)
+    return Settings(
+        root=directories.absolute_dir(root, "root"),
+        specs=mirror_specs(mirrors),
+        kinds=all_kinds,
+        stage=_checked_stage(pp_rank, all_kinds),
+        retention=retention or Retention(),
+        mode=mode,
+        state_dir=directories.absolute_dir(state_dir, "state_dir") if state_dir is not None else None,
+        persistent_dir=(
+            directories.absolute_dir(persistent_dir, "persistent_dir") if persistent_dir is not None else None
+        ),
+        workers_per_mirror=workers_per_mirror,
+        timeout_s=_checked_limit(timeout_s),
+    )
+
+
+def refuse(error: BaseException, process_group: Any, timeout_s: float) -> None:
+    """Tell the other ranks why this one opens nothing, so that they do not wait for it; the caller raises the error."""
+    try:
+        limit_s = _checked_limit(timeout_s)
+    except ConfigError:
+        limit_s = DEFAULT_TIMEOUT_S
+    with suppress(CkptMirrorError):
+        open_ranks(process_group, timeout_s=limit_s, error=error)
 
 
 def node_key(root: Path) -> tuple[str, BaseException | None]:
@@ -112,7 +199,7 @@ def checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
     return tuple(kind for kind in SAVED_KINDS if kind in kinds)
 
 
-def checked_stage(pp_rank: int | None, kinds: Sequence[Kind]) -> int | None:
+def _checked_stage(pp_rank: int | None, kinds: Sequence[Kind]) -> int | None:
     """Return the number of a stage.
 
     Raises:
@@ -139,14 +226,14 @@ def check_kinds_of_stages(kinds: Sequence[Kind]) -> None:
         )
 
 
-def checked_limit(timeout_s: float) -> float:
+def _checked_limit(timeout_s: float) -> float:
     """Return a limit in seconds.
 
     Raises:
         ConfigError: It is not a number above 0.
     """
     try:
-        return above_0(timeout_s)
+        return setting_checks.above_0(timeout_s)
     except WrongValue as error:
         raise ConfigError(f"timeout_s {error.why} (seconds).", hint="Write timeout_s=600.0, for example.") from None
 

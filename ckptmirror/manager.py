@@ -24,18 +24,17 @@ from ckptmirror.arguments import (
     check_alike,
     check_kinds_of_stages,
     checked_kinds,
-    checked_limit,
     checked_loss,
-    checked_stage,
+    checked_settings,
     checked_step,
     node_key,
+    refuse,
     stop_event,
 )
 from ckptmirror.core import events, signing
 from ckptmirror.core.command_changes import checked_wins
 from ckptmirror.core.errors import (
     CkptMirrorError,
-    ConfigError,
     DeadlinePassed,
     UsageError,
     WaitTimeout,
@@ -48,7 +47,7 @@ from ckptmirror.core.retention import Retention
 from ckptmirror.core.stages import stages_of
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
 from ckptmirror.flow.mirror_wait import MirrorWait
-from ckptmirror.flow.places.mirrors import MirrorSpec, mirror_specs
+from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, raise_skipped
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
@@ -59,8 +58,6 @@ from ckptmirror.flow.start.resume import resume_run
 from ckptmirror.flow.start.resume_policy import Policy, policy_text
 from ckptmirror.flow.status import Status, read_status
 from ckptmirror.formats.train_state import check_is_state, check_state
-from ckptmirror.local.directories import absolute_dir
-from ckptmirror.local.keys import use_keys
 from ckptmirror.local.lock import RankLock
 from ckptmirror.local.root_probe import RootProbe
 from ckptmirror.local.save_logger import save_logger
@@ -127,26 +124,30 @@ class CheckpointManager:
         signing_key: str | Path | None = None,
         verify_keys: Iterable[str | Path] = (),
     ) -> None:
-        use_keys(signing_key, verify_keys)
-        signing.check_can_sign()
-        self.root = absolute_dir(root, "root")
-        self.kinds = checked_kinds(kinds)
-        stage = checked_stage(pp_rank, self.kinds)
-        if mode not in ("async", "blocking"):
-            raise ConfigError(f"mode is {mode!r}; it must be 'async' or 'blocking'.")
-        if retention is not None and not isinstance(retention, Retention):
-            raise ConfigError(
-                f"retention is {retention!r}; it must be a Retention.", hint="Write retention=Retention(keep_last=2)."
+        try:
+            given = checked_settings(
+                root,
+                mirrors,
+                kinds=kinds,
+                retention=retention,
+                pp_rank=pp_rank,
+                mode=mode,
+                state_dir=state_dir,
+                persistent_dir=persistent_dir,
+                workers_per_mirror=workers_per_mirror,
+                timeout_s=timeout_s,
+                signing_key=signing_key,
+                verify_keys=verify_keys,
             )
-        limit_s = checked_limit(timeout_s)
-        self.mode = mode
+        except Exception as error:
+            refuse(error, process_group, timeout_s)
+            raise
+        self.root, self.kinds, self.mode = given.root, given.kinds, given.mode
         self.events = events.EventBus(on_failure=log_failure)
         self.events.subscribe(LogListener(self.root))
         self.events.subscribe(Journal(self.root, "trainer"))
-        self._specs = mirror_specs(mirrors)
-        self._urls = [spec.url for spec in self._specs]
-        self._state_dir = absolute_dir(state_dir, "state_dir") if state_dir is not None else None
-        self._persistent_dir = absolute_dir(persistent_dir, "persistent_dir") if persistent_dir is not None else None
+        self._specs, self._urls = given.specs, [spec.url for spec in given.specs]
+        self._state_dir, self._persistent_dir = given.state_dir, given.persistent_dir
         self._node: Node | None = None
         self._rank_lock: RankLock | None = None
         self._saver: Saver | None = None
@@ -160,14 +161,16 @@ class CheckpointManager:
         self._freed = False
         self._left_pending: DeadlinePassed | None = None  # what close() raised, to raise again
         own_key, failure = node_key(self.root)
-        self.ranks: Ranks = open_ranks(process_group, node_key=own_key, probe=RootProbe(self.root), timeout_s=limit_s)
+        self.ranks: Ranks = open_ranks(
+            process_group, node_key=own_key, probe=RootProbe(self.root), timeout_s=given.timeout_s
+        )
         self._save_ranks = self.ranks.channel("save")
         try:
             if self.ranks.is_leader and failure is None:
                 self._node = Node(
                     self.root,
                     self._specs,
-                    retention or Retention(),
+                    given.retention,
                     self.events,
                     state_dir=self._state_dir,
                     persistent_dir=self._persistent_dir,
@@ -187,7 +190,7 @@ class CheckpointManager:
                 "signing_key": "one" if signing.current().sign is not None else "",
             }
             mine = said if self.ranks.is_leader else None
-            met = self.ranks.exchange((mine, stage), what="open the root", error=failure)
+            met = self.ranks.exchange((mine, given.stage), what="open the root", error=failure)
             check_alike([settings for settings, _ in met])
             self._stages = stages_of([stage for _, stage in met])
             if self._node is None:

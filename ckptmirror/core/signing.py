@@ -33,6 +33,7 @@ class Keys:
     verify_keys: tuple[str, ...] = ()
 
 
+_TRIAL = b"ckptmirror: is this key believed?"
 _keys = Keys()
 
 
@@ -52,12 +53,19 @@ def check_can_sign() -> None:
     """Refuse to change a run in a process that could not read afterwards what it writes.
 
     Raises:
-        ConfigError: It demands signatures, and has no key to sign with.
+        ConfigError: It demands signatures, and has no key to sign with, or one whose signatures it does not believe.
     """
-    if _keys.is_signed is not None and _keys.sign is None:
+    if _keys.is_signed is None:
+        return
+    if _keys.sign is None:
         raise ConfigError(
             "verify_keys is set, but signing_key is not: what this process writes would not be believed.",
             hint="Set signing_key too; only what reads (stage, ls, verify, load_checkpoint) does without.",
+        )
+    if not _keys.is_signed(_TRIAL, _keys.sign(_TRIAL)):
+        raise ConfigError(
+            "No file of verify_keys is the public key of signing_key: what this process writes would not be believed.",
+            hint="Add it to verify_keys, in every process of the run: openssl pkey -in run.pem -pubout -out run.pub.",
         )
 
 

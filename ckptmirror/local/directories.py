@@ -48,10 +48,12 @@ def absolute_dir(given: str | os.PathLike[str], name: str) -> Path:
     """Return the absolute path of a directory, which may not exist; ``name`` is the caller's name for it.
 
     Raises:
-        ConfigError: It is a URL.
+        ConfigError: It is a URL, or no path.
     """
     try:
         return Path(directory_path(os.fspath(given))).absolute()
+    except TypeError:
+        raise ConfigError(f"{name} is {given!r}; it must be the path of a directory.") from None
     except WrongValue as wrong:
         raise ConfigError(f"{name} {wrong.why}.", hint=wrong.hint) from None
 

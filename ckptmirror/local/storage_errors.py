@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core.errors import (
     CkptMirrorError,
@@ -79,8 +80,18 @@ def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:
         return Temporary(f"{what}: {os.strerror(code)}.", hint="Raise the limit (`ulimit -n`) or stop other processes.")
     reason = _why_unwritable(path, code)
     if reason is not None:
-        return LocalStorageUnwritable(f"{what}: {reason}.", hint=_FILE_HINT if code == errno.ENOTDIR else None)
+        return LocalStorageUnwritable(f"{what}: {reason}.", hint=_hint_of(path, code))
     return CkptMirrorError(f"{what}: {error.strerror or error}.")
+
+
+def _hint_of(path: Path, code: int | None) -> str | None:
+    """Return what helps; None if the usual does."""
+    if code == errno.ENOTDIR:
+        return _FILE_HINT
+    if code != errno.EXDEV:
+        return None
+    here, copy = quote(str(path)), quote(f"{path}.copy")
+    return f"In a container, copy it out of the lower layer: cp -a {here} {copy} && rm -r {here} && mv {copy} {here}"
 
 
 def why_full(path: Path, code: int = errno.ENOSPC) -> str:

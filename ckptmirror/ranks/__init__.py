@@ -25,7 +25,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def open_ranks(
-    process_group: Any = None, *, node_key: str, probe: Probe | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    process_group: Any = None,
+    *,
+    node_key: str = "",
+    probe: Probe | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    error: BaseException | None = None,
 ) -> Ranks:
     """Open the channel between the ranks of the job. All ranks of ``process_group`` call this, in the same order.
 
@@ -36,6 +41,7 @@ def open_ranks(
         probe: How to find out whether ranks with different keys share a root after all; None if they do not. All ranks
             give one, or none.
         timeout_s: The limit of every wait on this channel and on those opened from it.
+        error: What keeps this rank from opening one: it is raised here, and all other ranks raise that it was.
 
     Returns:
         A :class:`SingleRank` if torch.distributed is not in use.
@@ -48,11 +54,13 @@ def open_ranks(
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        if error is not None:
+            raise error
         _check_alone()
         return SingleRank()
     from ckptmirror.ranks.gloo import GlooRanks
 
-    return GlooRanks.open(process_group, node_key=node_key, probe=probe, timeout_s=timeout_s)
+    return GlooRanks.open(process_group, node_key=node_key, probe=probe, timeout_s=timeout_s, error=error)
 
 
 def _check_alone() -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import pickle
 import re
 import threading
@@ -85,11 +86,15 @@ class GlooRanks:
         self._store = _store_of(self._group)
 
     @classmethod
-    def open(cls, process_group: Any, *, node_key: str, probe: Probe | None, timeout_s: float) -> GlooRanks:
+    def open(
+        cls, process_group: Any, *, node_key: str, probe: Probe | None, timeout_s: float, error: BaseException | None
+    ) -> GlooRanks:
         """Open the first channel of a job, for :func:`ckptmirror.ranks.open_ranks`."""
         ranks = cls(process_group, name="first", timeout_s=timeout_s)
+        if isinstance(error, CkptMirrorError) and ranks._size > 1:
+            error.put_in_front(f"rank {ranks._rank} on host {os.uname().nodename}")  # no node has its number yet
         try:
-            keys = ranks.exchange(node_key, what=_FIND_NODES)
+            keys = ranks.exchange(node_key, what=_FIND_NODES, error=error)
             if probe is not None and len(set(keys)) > 1:
                 keys = ranks._joined(keys, probe)
         except BaseException:

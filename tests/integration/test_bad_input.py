@@ -181,6 +181,8 @@ def test_push_of_a_directory_without_saves_leaves_it_as_it_is(tmp_path: Path):
     [
         *({"kinds": ()}, {"kinds": "dcp"}, {"kinds": ("zip",)}, {"mode": "fast"}),
         *({"retention": 2}, {"timeout_s": "x"}, {"timeout_s": -1}),
+        *({"workers_per_mirror": given} for given in (0, True, None, "2")),
+        *({"state_dir": 5}, {"persistent_dir": b"kept"}),
     ],
     ids=str,
 )

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, stage_checkpoint_step
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_to_bytes
-from ckptmirror.core.errors import LocalStorageFull, NameTaken
+from ckptmirror.core.errors import LocalStorageFull, LocalStorageUnwritable, NameTaken
 from ckptmirror.core.model import Attempt, Meta, new_id, top_names
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.places.catalog import local_catalog
@@ -34,7 +34,7 @@ from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.ranks import SingleRank
 from tests.kit.cli import run
-from tests.kit.faults import DiskFault, failing
+from tests.kit.faults import DiskFault, failing, flip_bit
 from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot, two_saves, whole
 from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
@@ -388,6 +388,20 @@ def test_i1_a_save_in_the_lower_layer_of_an_overlay_is_kept_and_rotation_says_wh
     assert report.deleted == ()
     assert "lower layers of an overlay" in report.refused[old.save_id]
     assert set(whole(root)) == {1, 2}
+
+
+def test_what_an_overlay_keeps_from_being_replaced_is_once_the_command_of_the_hint_was_run(
+    tmp_path: Path, overlay: Callable[[Path], None]
+) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    (saved,) = saved_run(root, (1,), url)
+    (meta,) = whole(root).values()
+    flip_bit(root / meta.artifacts[0].path)
+    overlay(root)
+    with pytest.raises(LocalStorageUnwritable, match="lower layers of an overlay") as refused:
+        stage_checkpoint_step(url, step=saved, dest=root, refresh=True, full=True)
+    subprocess.run(refused.value.hint.partition(": ")[2], shell=True, check=True)
+    assert stage_checkpoint_step(url, step=saved, dest=root, refresh=True, full=True).step == saved
 
 
 def test_a_step_that_was_saved_again_with_equal_bytes_and_brought_back_is_deleted_here(tmp_path: Path) -> None:

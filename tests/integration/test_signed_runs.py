@@ -674,6 +674,26 @@ def test_a_process_has_one_set_of_keys_and_signs_if_it_demands(tmp_path: Path, k
         use_keys(**make_key(tmp_path / "other"))
 
 
+def test_a_key_that_nobody_would_believe_writes_nothing(places: tuple[Path, str, Path], keys: dict[str, Any]) -> None:
+    root, url, there = places
+    saved_run(root, (1, 2), url, **keys)
+    lists = root / ".ckptmirror" / "attempts.json", there / "writer.json"
+    before = [path.read_bytes() for path in lists]
+    wrong = {**make_key(root.parent / "other"), "verify_keys": keys["verify_keys"]}
+    signing.set_current(signing.Keys())
+    with pytest.raises(ConfigError, match="No file of verify_keys is the public key of signing_key"):
+        CheckpointManager(root, [url], **wrong)
+    assert not signing.current().identity  # the right ones may be used now
+    as_settings = {
+        "CKPTMIRROR_SIGNING_KEY": str(wrong["signing_key"]),
+        "CKPTMIRROR_VERIFY_KEYS": str(wrong["verify_keys"][0]),
+    }
+    for verb in (("rewind", "--step", "1"), ("drain",), ("forget-mirror", "--url", url)):
+        ended = run(*verb[:1], "--root", root, *verb[1:], env=as_settings)
+        assert_tells(ended, 10, "would not be believed", "openssl pkey", stdout=None)
+    assert [path.read_bytes() for path in lists] == before
+
+
 def test_who_has_no_keys_imports_no_cryptography(tmp_path: Path) -> None:
     text = "import sys, ckptmirror; ckptmirror.use_keys(); ckptmirror.list_checkpoints(sys.argv[1]); "
     text += "sys.exit('cryptography' in sys.modules)"
