@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from shlex import quote
 
-from ckptmirror.core.errors import AttemptFenced, DeadlinePassed, NoTable
+from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, DeadlinePassed, NoTable
 from ckptmirror.flow.places.catalog import MetaCache
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.start.leader import Node
@@ -90,7 +90,11 @@ class MirrorWait:
         return self._ask_mirrors(save_id, wait_s)
 
     def _ask_mirrors(self, save_id: str | None, wait_s: float) -> bool:
-        """Begin to ask the mirrors, unless that was done a moment ago, and wait so long for what they answer."""
+        """Begin to ask the mirrors, unless that was done a moment ago, and wait so long for what they answer.
+
+        Raises:
+            CkptMirrorError: It waits, and a mirror refused to answer.
+        """
         if save_id is not None and save_id in self._known:
             return True
         asked = self._asked.get(save_id)
@@ -103,6 +107,8 @@ class MirrorWait:
         if not is_over(asked, wait_s):
             return False
         self._asked.pop(save_id, None)  # another thread may have
+        if wait_s <= 0 and isinstance(asked.exception(), CkptMirrorError):
+            return False  # only a wait says why: a look has an answer
         found = asked.result()
         self._known |= {save_id} if found else set()
         return found

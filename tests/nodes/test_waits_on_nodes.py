@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptmirror import CheckpointManager, TrainState
-from ckptmirror.core.errors import AttemptFenced, DeadlinePassed
+from ckptmirror.core.errors import AttemptFenced, DeadlinePassed, NotAuthorised
 from ckptmirror.flow.mirror_wait import MirrorWait
 from ckptmirror.flow.places.mirrors import mirror_specs
 from tests.kit.faults import faulty, refusing
@@ -114,6 +114,23 @@ def test_a_look_never_waits_for_a_mirror_that_hangs_and_a_wait_ends_in_time(
         hold.set()
     assert waits.wait(None, "0" * 32, WAIT_S)
     assert waits.wait(None, "0" * 32, 0.0)
+
+
+def test_a_look_has_an_answer_where_a_mirror_refuses_and_a_wait_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> bool:
+        raise NotAuthorised("the mirror does not accept the credentials")
+
+    monkeypatch.setattr("ckptmirror.flow.mirror_wait.is_on_mirrors", refused)
+    waits = MirrorWait(tmp_path, mirror_specs([f"file://{tmp_path}/mirror"]), None)
+    assert not waits.wait(None, "0" * 32, 0.0)
+    for thread in threading.enumerate():
+        if thread.name == "ckptmirror-ask":
+            thread.join()
+    assert not waits.wait(None, "0" * 32, 0.0)
+    with pytest.raises(NotAuthorised):
+        waits.wait(None, "0" * 32, WAIT_S)
 
 
 def test_a_wait_of_a_fenced_attempt_ends_on_every_rank(tmp_path: Path) -> None:
