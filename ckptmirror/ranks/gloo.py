@@ -10,6 +10,8 @@ Rules:
   callers (``torch_group``), so that a failed collective on the second cannot block the report of its failure.
 * Every wait ends at the channel's limit. A wait that times out closes the gloo connections and so breaks the channel;
   it leaves the reason in the group's store, where the ranks that were cut off find it.
+* What torch itself does not end at the limit runs in a thread, which is left behind then. gloo waits five times as long
+  for a rank that died or was stopped while it connected, and torch waits for an answer of its store without any limit.
 * If a collective of a caller fails in gloo, the rank closes its connections of that group before it reports that:
   other ranks may wait in the collective for this one, which will not come. All ranks can renew the group then.
 * A broken channel raises the same error at once in every later exchange.
@@ -27,6 +29,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -44,6 +48,7 @@ from ckptmirror.core.errors import (
     WaitTimeout,
 )
 from ckptmirror.core.rank_names import rank_name
+from ckptmirror.local.daemon_pool import begin_or_do, is_over
 from ckptmirror.ranks.base import Readers, exchange_result
 from ckptmirror.ranks.messages import Answer, Report, decide, failure_of, pack_value, refusal
 from ckptmirror.ranks.nodes import NodeLayout, Probe, joined, layout_of, ranks_by_node
@@ -75,15 +80,17 @@ class GlooRanks:
         self._busy = threading.Lock()
         self._broken: CkptMirrorError | None = None
         self._closed = False
-        self._group = _new_group(process_group, f"ckptmirror:{name}", timeout_s)
-        self._torch_group = _new_group(process_group, f"ckptmirror:{name}:torch", timeout_s)
+        self._group, self._torch_group, self._store = _in_time(
+            lambda: _groups_and_store(process_group, name, timeout_s),
+            f"ckptmirror:{name}: not all ranks came",
+            timeout_s,
+        )
         self._rank: int = self._group.rank()
         self._size: int = self._group.size()
         self._lost_torch_group = False
         self._renewed = 0
         self._layout = NodeLayout(0, 1, tuple(range(self._size)), self._rank)
         self._nodes = [self._layout.ranks]
-        self._store = _store_of(self._group)
 
     @classmethod
     def open(
@@ -179,14 +186,16 @@ class GlooRanks:
         The new group is named after the old one, not by torch's count of groups: the training may create one meanwhile.
         """
         self._renewed += 1
-        old, limit, store = self._torch_group, timedelta(seconds=self._timeout_s), _store_of(self._group)
+        old, limit = self._torch_group, timedelta(seconds=self._timeout_s)
         members, name = dist.get_process_group_ranks(old), f"{self._group.group_name}:{self._renewed}"
-        try:
+
+        def connect() -> tuple[Any]:
+            store = _store_of(self._group)
             if store is not None:
                 store.set_timeout(limit)
-            group = _named_group(members, name, f"ckptmirror:{self._name}:torch", limit, store)
-        except RuntimeError as error:
-            raise WaitTimeout(f"not all ranks connected again within {self._timeout_s:g} s ({error})") from error
+            return (_named_group(members, name, f"ckptmirror:{self._name}:torch", limit, store),)
+
+        (group,) = _in_time(connect, "not all ranks connected again", self._timeout_s)
         if group is None:
             raise RankFailed(
                 "a collective failed earlier, and this version of torch cannot connect the ranks again",
@@ -283,10 +292,7 @@ class GlooRanks:
         self._closed = True
         self._broken = self._broken or RankFailed("the channel is closed")
         for group in (self._group, self._torch_group):
-            try:
-                dist.destroy_process_group(group)
-            except (ValueError, AssertionError):
-                continue  # the training destroyed all groups before
+            _destroy(group)
         self._group = self._torch_group = self._store = None
 
     # -- rank 0 ---------------------------------------------------------------------------------------------------
@@ -357,7 +363,7 @@ class GlooRanks:
     def _deliver(self, report: Report, deadline: float) -> Answer:
         """Send this rank's report to rank 0 and return the answer."""
         # Rank 0 may run into its limit just before this, and its reason names the missing rank: let it speak first.
-        answer_deadline = deadline + min(5.0, 1.0 + 0.1 * self._timeout_s)
+        answer_deadline = deadline + _more_s(self._timeout_s)
         try:
             for work in [self._group.send([p], 0, _TAG) for p in _frames(pickle.dumps(report))]:
                 _wait(work, answer_deadline)
@@ -402,14 +408,13 @@ class GlooRanks:
 
     def _reason_of(self, peer: int) -> str:
         """Return why ``peer`` gave up, or "" if it left no reason."""
-        deadline = time.monotonic() + _REASON_LIMIT_S
-        while self._store is not None and time.monotonic() < deadline:
-            try:
-                if self._store.check([f"reason/{peer}"]):
-                    return str(self._store.get(f"reason/{peer}").decode())
-            except RuntimeError:
-                self._store = None
-            time.sleep(_REASON_POLL_S)
+        store = self._store
+        if store is None:
+            return ""
+        asked = begin_or_do(lambda: _reason_in(store, peer), "ckptmirror-reason")
+        if is_over(asked, 2 * _REASON_LIMIT_S) and asked.exception() is None:
+            return asked.result()
+        self._store = None  # its server is gone, or stopped: a thread that still asks it keeps the connection
         return ""
 
 
@@ -457,6 +462,63 @@ def _frames(data: bytes) -> list[torch.Tensor]:
     return pieces
 
 
+def _more_s(timeout_s: float) -> float:
+    """Return how much longer to wait for a message that says which rank is missing."""
+    return min(5.0, 1.0 + 0.1 * timeout_s)
+
+
+def _in_time(create: Callable[[], tuple[Any, ...]], missed: str, timeout_s: float) -> tuple[Any, ...]:
+    """Return what ``create`` returns: groups, perhaps with their store.
+
+    If it is not over at the limit, or Ctrl-C comes, its thread is left behind. Should it still create its groups, it
+    destroys them: the other ranks give up too.
+
+    Raises:
+        WaitTimeout: It failed in torch, or was not over at the limit. The message begins with ``missed``.
+    """
+    created = begin_or_do(create, "ckptmirror-connect")
+    try:
+        in_time = is_over(created, timeout_s + _more_s(timeout_s))
+    except BaseException:  # Ctrl-C
+        created.add_done_callback(_destroy_created)
+        raise
+    if not in_time:
+        created.add_done_callback(_destroy_created)
+        raise WaitTimeout(f"{missed} within {timeout_s:g} s (a rank, or the host of torch's store, does not answer)")
+    try:
+        return created.result()
+    except RuntimeError as error:
+        raise WaitTimeout(f"{missed} within {timeout_s:g} s ({_who_is_missing(error)})") from error
+
+
+def _who_is_missing(error: RuntimeError) -> str:
+    """Return for which rank torch's store waited in vain, or the error's own words."""
+    key = re.search(r"^wait timeout after .*, keys: \S*/(\d+)$", str(error), re.MULTILINE)
+    return f"{rank_name(int(key[1]), ())} did not" if key else str(error)
+
+
+def _destroy_created(created: Future[tuple[Any, ...]]) -> None:
+    if created.exception() is None:
+        for group in created.result():
+            if isinstance(group, dist.ProcessGroup):
+                _destroy(group)
+
+
+def _destroy(group: Any) -> None:
+    with suppress(ValueError, AssertionError):  # the training destroyed all groups before
+        dist.destroy_process_group(group)
+
+
+def _groups_and_store(process_group: Any, name: str, timeout_s: float) -> tuple[Any, Any, Any]:
+    """Create the two groups of a channel, and connect to their store."""
+    group = _new_group(process_group, f"ckptmirror:{name}", timeout_s)
+    try:
+        return group, _new_group(process_group, f"ckptmirror:{name}:torch", timeout_s), _store_of(group)
+    except BaseException:
+        _destroy(group)
+        raise
+
+
 def _new_group(process_group: Any, description: str, timeout_s: float) -> Any:
     """Create a gloo group over the ranks of ``process_group`` (None: all)."""
     everyone = process_group is None or process_group is dist.group.WORLD
@@ -464,12 +526,9 @@ def _new_group(process_group: Any, description: str, timeout_s: float) -> Any:
     if members is not None and (process_group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank() not in members):
         raise UsageError("this process is not in the process group that was given")
     limit = timedelta(seconds=timeout_s)
-    try:
-        if members is None:
-            return dist.new_group(timeout=limit, backend="gloo", group_desc=description)
-        return _group_within(process_group, sorted(members), description, limit)
-    except RuntimeError as error:
-        raise WaitTimeout(f"{description}: not all ranks came within {timeout_s:g} s ({error})") from error
+    if members is None:
+        return dist.new_group(timeout=limit, backend="gloo", group_desc=description)
+    return _group_within(process_group, sorted(members), description, limit)
 
 
 def _group_within(parent: Any, members: list[int], description: str, limit: timedelta) -> Any:
@@ -520,3 +579,13 @@ def _store_of(group: Any) -> Any:
     except (AttributeError, RuntimeError, NotImplementedError):
         return None
     return store
+
+
+def _reason_in(store: Any, peer: int) -> str:
+    """Return the reason that ``peer`` left in the store, or "" if it leaves none in a moment."""
+    deadline = time.monotonic() + _REASON_LIMIT_S
+    while time.monotonic() < deadline:
+        if store.check([f"reason/{peer}"]):
+            return str(store.get(f"reason/{peer}").decode())
+        time.sleep(_REASON_POLL_S)
+    return ""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -486,8 +487,140 @@ def test_ranks_renew_together_the_group_in_which_a_collective_of_one_failed() ->
 
 
 def test_opening_has_a_limit_too() -> None:
-    waited = run_ranks(2, _never_opens)[0]
-    assert waited[0] == "WaitTimeout"
+    kind, message, _ = run_ranks(2, _never_opens)[0]
+    assert kind == "WaitTimeout"
+    assert "not all ranks came within 2 s (rank 1 did not)" in message
+
+
+class _Published(dist.Store):
+    """A store in which gloo publishes an address; ``then`` is called once that is there, before gloo connects."""
+
+    def __init__(self, store: dist.Store, then: Callable[[dist.Store, str], object]) -> None:
+        super().__init__()
+        self.store, self.then = store, then
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+        self.then(self.store, key)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+    def wait(self, keys: list[str], limit: timedelta) -> None:
+        self.store.wait(keys, limit)
+
+
+def _as_it_connects(rank: int, who: int, then: Callable[[dist.Store, str], object]) -> None:
+    """Let ``then`` be called on rank ``who`` as in :class:`_Published`. gloo waits for hours for its connection."""
+    gloo_of_torch = distributed_c10d.ProcessGroupGloo
+
+    class Gloo(gloo_of_torch):
+        def __init__(self, store: dist.Store, rank_in_group: int, size: int, **_: Any) -> None:
+            options = gloo_of_torch._Options()
+            host = "127.255.255.254" if rank == who else "127.0.0.1"  # of two ranks, the higher address connects
+            options._devices = [gloo_of_torch.create_device(hostname=host)]
+            options._timeout = timedelta(hours=1)
+            super().__init__(_Published(store, then) if rank == who else store, rank_in_group, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Gloo
+
+
+def _pids() -> list[Any]:
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids
+
+
+def _struck_as_it_connects(rank: int, strike: signal.Signals) -> Any:
+    pids = _pids()
+    _as_it_connects(rank, 2, lambda *_: os.kill(os.getpid(), strike))
+    said = outcome(lambda: open_ranks(node_key="a", timeout_s=1))
+    if rank == 0 and strike == signal.SIGSTOP:
+        os.kill(pids[2], signal.SIGKILL)
+    return said
+
+
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
+def test_opening_has_a_limit_if_a_rank_dies_or_is_stopped_as_it_connects(strike: signal.Signals) -> None:
+    for kind, message, _ in run_ranks(3, _struck_as_it_connects, strike, dead=(2,))[:2]:
+        assert kind == "WaitTimeout"
+        assert "not all ranks came within 1 s (a rank, or the host of torch's store, does not answer)" in message
+
+
+def _continues_late(rank: int) -> Any:
+    pids, pair = _pids(), dist.new_group([0, 1])
+    before, strikes = len(distributed_c10d._world.pg_map), [signal.SIGSTOP]
+    _as_it_connects(rank, 2, lambda *_: strikes and os.kill(os.getpid(), strikes.pop()))
+    kind, _, _ = outcome(lambda: open_ranks(node_key="a", timeout_s=1))
+    if rank != 2:
+        dist.barrier(pair)
+    if rank == 0:
+        os.kill(pids[2], signal.SIGCONT)
+    for thread in threading.enumerate():
+        if thread.name == "ckptmirror-connect":
+            thread.join()
+    return kind, len(distributed_c10d._world.pg_map) - before
+
+
+def test_groups_that_are_complete_after_the_limit_are_destroyed() -> None:
+    found = run_ranks(3, _continues_late)
+    assert found[:2] == [("WaitTimeout", 0)] * 2
+    assert found[2][1] == 0
+
+
+def _is_interrupted(rank: int) -> Any:
+    pids = _pids()
+
+    def interrupt(store: dist.Store, key: str) -> None:
+        store.get(f"{key[:-1]}0")  # rank 0 is in gloo then
+        os.kill(pids[0], signal.SIGINT)
+        signal.pause()
+
+    _as_it_connects(rank, 1, interrupt)
+    try:
+        open_ranks(node_key="a", timeout_s=3600)
+    except KeyboardInterrupt:
+        os.kill(pids[1], signal.SIGKILL)
+        return "interrupted"
+
+
+def test_ctrl_c_ends_the_wait_for_a_rank_that_does_not_connect() -> None:
+    assert run_ranks(2, _is_interrupted, dead=(1,))[0] == "interrupted"
+
+
+def _hosts_the_store(rank: int, does: str) -> Any:
+    """Rank 0 hosts the store, and is stopped."""
+    pids = _pids()
+    ranks = open_ranks(node_key="a", timeout_s=1) if does != "open" else None
+    dist.barrier()
+    if rank == 0:
+        signal.pause()
+    os.kill(pids[0], signal.SIGSTOP)
+    if ranks is None:
+        said = outcome(lambda: open_ranks(node_key="a", timeout_s=1))
+    elif does == "renew":
+        said = outcome(ranks.renew_torch_group)
+    else:
+        said = outcome(lambda: ranks.receive(memoryview(bytearray(4)), 0))
+        ranks.close()
+    os.kill(pids[0], signal.SIGKILL)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("does", "kind", "expected"),
+    [
+        ("open", "WaitTimeout", "not all ranks came within 1 s"),
+        ("renew", "WaitTimeout", "not all ranks connected again within 1 s"),
+        ("receive", "RankFailed", "rank 0 is gone"),
+    ],
+)
+def test_every_wait_has_a_limit_if_the_rank_that_hosts_the_store_is_stopped(
+    does: str, kind: str, expected: str
+) -> None:
+    said = run_ranks(2, _hosts_the_store, does, dead=(0,), store_in_rank_0=True)[1]
+    assert said[0] == kind
+    assert expected in said[1]
 
 
 def _destroyed_before(rank: int, close: bool) -> Any:
