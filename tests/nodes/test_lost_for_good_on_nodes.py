@@ -16,7 +16,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.status import read_status
 from ckptmirror.stores import open_store
 from tests.kit.processes import outcome, run_ranks
-from tests.nodes.jobs import WAIT_S, built, train
+from tests.nodes.jobs import ALONE_S, WAIT_S, built, train
 
 pytestmark = pytest.mark.long
 
@@ -55,6 +55,23 @@ def test_a_part_whose_rest_was_lost_with_a_disk_is_given_up_once_the_run_went_on
     assert steps_on(tmp_path / "a")[-1] == 2
     assert run_ranks(2, save_steps, tmp_path, (3,), ("mirror",), 1, True) == [1, 1]
     assert steps_on(tmp_path / "a") == [3]
+    assert drain(tmp_path / "a", timeout_s=WAIT_S).pending == 0
+    assert read_status(tmp_path / "a").unsettled == {}
+
+
+def save_once(rank: int, base: Path, step: int) -> None:
+    state = built("fsdp")
+    with CheckpointManager(base / "ab"[rank], [f"file://{base}/mirror"], kinds=("dcp",), timeout_s=WAIT_S) as manager:
+        manager.resume(state)
+        train(state, rank, step)
+        manager.save(step, state).wait("mirrored", timeout_s=WAIT_S)
+
+
+def test_one_save_and_close_are_enough_to_give_it_up(tmp_path: Path) -> None:
+    run_ranks(2, save_steps, tmp_path, (1, 2), ("mirror",), 9, False)
+    shutil.rmtree(tmp_path / "b")
+    assert drain(tmp_path / "a", timeout_s=ALONE_S).pending > 0
+    run_ranks(2, save_once, tmp_path, 2)
     assert drain(tmp_path / "a", timeout_s=WAIT_S).pending == 0
     assert read_status(tmp_path / "a").unsettled == {}
 

@@ -88,6 +88,7 @@ _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror do
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
 _REPAIR_WAIT_S = 5.0
+_BEHIND_WAIT_S = 5.0  # for parts of saves that were left behind: the mirrors have just answered
 _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itself
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
@@ -506,21 +507,36 @@ class Node:
         self._cannot_be_on = {save_id: urls for save_id, urls in left.items() if urls}
 
     def _give_up_left_behind(self) -> None:
-        """Give up the parts of saves that this attempt left behind, once a save of its own is safe."""
-        claim, mirrors = self.claim, self._counting()
-        if not self._behind or claim is None or not mirrors:
+        """Give up the parts of saves that this attempt left behind, once they are sent and it has a safe save."""
+        mirrors = self._counting()
+        if not self._behind or not self._has_safe_save():
             return
-        whole = self._whole()
-        own = [meta.save_id for meta in whole if meta.attempt.id == claim.attempt.id and not is_emergency(meta)]
-        if all(open_saves(self.table, whole, mirrors, [save_id]) for save_id in own):
-            return
-        for meta in whole:
+        if self._workers is not None and not self._has_sent_what_is_behind():
+            self.table.end_delays(mirrors)  # they waited for the save that is safe now
+            self._workers.notify()
+            self._workers.wait_until_verified(self._has_sent_what_is_behind, _BEHIND_WAIT_S)
+        for meta in self._whole():
             if meta.save_id in self._behind and self._only_waits_for_nodes(meta.save_id, mirrors):
                 why = f"step {meta.step} is abandoned: no disk of this job has the rest, and the run went on without it"
                 self.table.skip(meta.save_id, why)
                 save_logger(_log, meta).warning("%s; this node's part, which the mirrors have, may go", why)
                 self._abandoned |= {meta.save_id}
                 self._behind -= {meta.save_id}
+
+    def _has_safe_save(self) -> bool:
+        """Whether this attempt has a save that is on every mirror that counts."""
+        claim, mirrors, whole = self.claim, self._counting(), self._whole()
+        if claim is None or not mirrors:
+            return False
+        own = [meta.save_id for meta in whole if meta.attempt.id == claim.attempt.id and not is_emergency(meta)]
+        return not all(open_saves(self.table, whole, mirrors, [save_id]) for save_id in own)
+
+    def _wait_until_given_up(self, limit_s: float, is_stopped: Callable[[], bool]) -> None:
+        """Let the rotation thread give up what nobody can complete, if nothing but that is left to do."""
+        rotation, workers = self._rotation_thread, self._workers
+        if self._behind and rotation is not None and workers is not None and self._has_safe_save():
+            rotation.wake()
+            workers.wait_until_verified(lambda: is_stopped() or not self._behind, min(limit_s, 2 * _BEHIND_WAIT_S))
 
     def _has_sent_what_is_behind(self) -> bool:
         places = {**dict.fromkeys(self._behind, tuple(self._counting())), **self._cannot_be_on}
@@ -607,6 +623,8 @@ class Node:
             self.end_attempt(failed=failed)
             self.fenced()  # recreates a deleted control directory while mirrors can still be asked
             unasked = self._see_to_the_rest(timeout_s, is_stopped)
+            if not is_stopped():
+                self._wait_until_given_up(ends_s - time.monotonic(), is_stopped)
             limit_s = _STOPPED_LIMIT_S if is_stopped() else max(limit_s, ends_s - time.monotonic())
             services_ended = self._stop_services(limit_s)
             found = self.durability()  # only now: the threads that just ended may have added something
