@@ -105,6 +105,9 @@ def test_a_node_whose_root_is_of_another_run_is_refused_by_name(tmp_path: Path) 
         assert "node 0 holds run" in one.failed
         assert "node 1 holds run" in one.failed
     assert list(tmp_path.glob("[ab]/meta_000002.json")) == []
+    Job(tmp_path, "c", (1,), "ddp").run()  # on the mirror is a third run; node 0 of the next job is new
+    for one in Job(tmp_path, "da", (2,)).run():
+        assert "the disk of node 1 holds run" in one.failed
 
 
 def test_a_root_that_was_copied_to_another_node_is_not_that_nodes_part(tmp_path: Path) -> None:

@@ -229,8 +229,9 @@ def run_of(evidence: Evidence) -> str | None:
     """
     named = {row.run_id: row for row in evidence.answering() if row.run_id is not None and row.sort != "persistent"}
     if len(named) > 1:
-        runs = "; ".join(f"{row.place} holds run {run_id[:8]}" for run_id, row in named.items() if run_id is not None)
-        raise explain.not_one_run(runs, [row.place for row in named.values()])
+        who = {run_id: explain.named_place(row) for run_id, row in named.items() if run_id is not None}
+        runs = "; ".join(f"{place} holds run {run_id[:8]}" for run_id, place in who.items())
+        raise explain.not_one_run(runs, who.values())
     return next(iter(named), None)
 
 

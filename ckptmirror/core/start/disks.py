@@ -75,6 +75,7 @@ def one_disk(rows: Sequence[Row]) -> Row:
         why=next((row.why for row in rows if row.listed is best), ""),
         listed=best,
         run_id=next((row.run_id for row in rows if row.run_id is not None), None),
+        run_on=tuple(node for node, row in enumerate(rows) if row.run_id is not None) if len(rows) > 1 else (),
         requirements=merge_requirements(one for row in rows for one in row.requirements),
         heard=_heard(rows, committed),
         copies=copies,

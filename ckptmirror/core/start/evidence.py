@@ -170,6 +170,7 @@ class Row:
         was_required: Whether it was required at this root's last start, and holds something verified.
         listed: The condition of its list.
         run_id: The run that its list names, or else its saves; None if neither does.
+        run_on: Of the disks of several nodes: the nodes whose disks hold the run.
         requirements: What its list says of each mirror that is required, or was.
         heard: Every attempt that it names. A place may have shown its list before it fell silent.
         copies: The saves that this place can resume from.
@@ -189,6 +190,7 @@ class Row:
     was_required: bool = False
     listed: ListFound = ListFound.NONE
     run_id: str | None = None
+    run_on: tuple[int, ...] = ()
     requirements: tuple[Requirement, ...] = ()
     heard: tuple[Heard, ...] = ()
     copies: tuple[Copy, ...] = ()

@@ -39,6 +39,7 @@ __all__ = [
     "missing_step",
     "missing_word",
     "named",
+    "named_place",
     "never_step_0",
     "not_answering",
     "not_one_run",
@@ -158,6 +159,11 @@ def goes_on(fork: Attempt) -> str:
         f"{named(fork)} began {at}, as this start was asked to, and the run continues what it began, as if the same "
         f"command was started again. To begin {at} once more, run {again}"
     )
+
+
+def named_place(row: Row) -> str:
+    """Return what a person calls a place: of several nodes' disks, those that hold a run."""
+    return f"the disk of node {', '.join(map(str, row.run_on))}" if row.run_on else row.place
 
 
 def not_one_run(error: LineageError | str, places: Iterable[str]) -> ConfigError:

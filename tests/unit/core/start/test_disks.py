@@ -141,6 +141,7 @@ def test_what_nodes_list_and_know_is_put_together() -> None:
             assert row.heard[0].attempt.by_person
     unlisted = replace(disk(run=None), listed=ListFound.NONE)
     assert one_disk([unlisted, disk(part(ONE, 0, 1))]).run_id == "run"
+    assert one_disk([unlisted, disk(part(ONE, 0, 1))]).run_on == (1,)
 
 
 def test_disks_of_two_runs_are_refused_by_node_and_run() -> None:
