@@ -109,6 +109,7 @@ class LoadTarget:
         left: Lines about names that are not loaded.
         before_change: Called once all of model and optimizer is compared, before anything changes; it may raise.
         merged: What ``formats.merging`` has merged, by its place in the files.
+        prepared: What :meth:`Format.prepare` returned for this load; None: nothing is prepared.
     """
 
     state: Any
@@ -121,6 +122,7 @@ class LoadTarget:
     left: Missing = field(default_factory=lambda: Missing())
     before_change: Callable[[], None] = lambda: None
     merged: dict[Any, Any] = field(default_factory=dict)
+    prepared: Any = None
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,13 @@ class Format(Protocol):
 
         Raises:
             IntegrityError: The files on disk are not consistent; the save is not committed.
+        """
+        ...
+
+    def prepare(self, root: Path, meta: Meta, target: LoadTarget, is_over: Callable[[], bool]) -> Any:
+        """In another thread, while the bytes are verified: make memory for the load, and return what it takes.
+
+        No value is read, and nothing of the target changes. It may raise anything: the load then goes without it.
         """
         ...
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,12 @@ from ckptmirror.core.stages import Stages
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.dcp_files import SMALL, DirectoryWriter
 from ckptmirror.formats.dcp_metadata import METADATA_NAME, check_entries, check_ranges
-from ckptmirror.formats.dcp_read import check_plain_values, load_directory, read_directory_metadata
+from ckptmirror.formats.dcp_read import (
+    check_plain_values,
+    load_directory,
+    prepare_directory,
+    read_directory_metadata,
+)
 from ckptmirror.formats.sidecars import extra_tree
 from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.tensor_bytes import compact
@@ -111,6 +116,10 @@ class DcpFormat:
         one_rank = context.world_size == 1
         check_ranges(metadata, found, directory.name, expected=lambda name: one_rank or _writer_of(name) in here)
         check_plain_values(directory, metadata, found)
+
+    def prepare(self, root: Path, meta: Meta, target: LoadTarget, is_over: Callable[[], bool]) -> Any:
+        """Read what is in the directory, and make the tensors of the optimizer's state; see :class:`Format`."""
+        return prepare_directory(root / SaveName(meta.step, meta.tag).dcp_dir, target, meta.paths, is_over)
 
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         """Load model and optimizer of ``meta``; see :class:`Format`."""

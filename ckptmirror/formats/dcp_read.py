@@ -5,7 +5,8 @@ Rules:
   name leaves the directory and no link is followed.
 * Each rank reads what it needs by itself, without collectives: a rank that fails does not block the others.
 * Names, shapes and the optimizer's groups are compared before the first live tensor is written.
-* Optimizer state is allocated from ``.metadata`` and the live parameters, so a fresh optimizer is never stepped.
+* Optimizer state is allocated from ``.metadata`` and the live parameters, so a fresh optimizer is never stepped. Most
+  of its cost is that of new memory, which is made while the bytes are verified.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ from ckptmirror.formats.load_parts import OwnValues, load_parts
 from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
-from ckptmirror.formats.shards import Piece, Stored, fill_all, fills, is_row, region_of
+from ckptmirror.formats.shards import Piece, Stored, fill_all, fills, is_row, local_of, region_of
 from ckptmirror.formats.stages import by_stage, elsewhere_in, join_groups
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
+from ckptmirror.local.daemon_pool import cores, run_jobs
 from ckptmirror.local.files import read_limited
+from ckptmirror.local.host_memory import back_with_memory
 from ckptmirror.sums.digests import byte_view
 from ckptmirror.untrusted.read_limits import max_depth
 from ckptmirror.untrusted.tensor_files import check_regular, load_part, open_regular, refused_as_usage
@@ -49,6 +52,7 @@ __all__ = [
     "check_plain_values",
     "files_read",
     "load_directory",
+    "prepare_directory",
     "ranges_read",
     "read_directory_metadata",
     "read_full_directory",
@@ -97,6 +101,21 @@ class _Reader:
         self._metadata = metadata
         self._open: dict[str, int] = {}
         self._opening = threading.Lock()
+        self._made: dict[str, tuple[torch.Tensor, Any]] = {}  # for which parameter, and the tensor
+
+    def make(self, owners: Mapping[str, torch.Tensor], is_over: Callable[[], bool]) -> None:
+        """Make the tensors that :meth:`value` fills for these owners, as far as they are in host memory."""
+        here = {key: owner for key, owner in owners.items() if owner.device.type == "cpu"}
+        described = self._metadata.state_dict_metadata
+        for key, owner in here.items():
+            if (value := _allocate(described[key], owner)) is not None:
+                self._made[key] = (owner, value)
+
+        def back(local: torch.Tensor) -> None:
+            back_with_memory(local.data_ptr(), local.nbytes, is_over)
+
+        made = [local_of(value) for _, value in self._made.values()]
+        run_jobs(made, back, name="ckptmirror-memory", workers=max(cores() // 2, 1))  # others read meanwhile
 
     def stored(self, entries: list[_Entry]) -> Stored:
         """Return the value of the model that ``entries`` describe; nothing is read."""
@@ -112,7 +131,10 @@ class _Reader:
         items, wanted = [], []
         with self.files:
             for entry in entries:
-                value = _allocate(entry.described, (owners or {}).get(entry.key))
+                owner = (owners or {}).get(entry.key)
+                made_for, value = self._made.pop(entry.key, (None, None))
+                if value is None or made_for is not owner:
+                    value = _allocate(entry.described, owner)
                 if value is None:
                     value = self.load(MetadataIndex(entry.key))
                 else:
@@ -158,7 +180,7 @@ class _Reader:
 def load_directory(directory: Path, target: LoadTarget, named: Container[str], extra: Callable[..., Any]) -> LoadReport:
     """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
-    entries, reader = _open(directory, named, all_here=False)
+    entries, reader = target.prepared or _open(directory, named, all_here=False)
     module = target.state.model
     entries = _without_others(entries, module, target.elsewhere)
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
@@ -168,6 +190,16 @@ def load_directory(directory: Path, target: LoadTarget, named: Container[str], e
         optimizer=(lambda: _read_optimizer(target, own, reader)) if own else None,
         extra=extra,
     )
+
+
+def prepare_directory(
+    directory: Path, target: LoadTarget, named: Container[str], is_over: Callable[[], bool]
+) -> tuple[list[_Entry], _Reader]:
+    """Return what :func:`load_directory` begins with, and make memory for the optimizer's state until it is over."""
+    entries, reader = _open(directory, named, all_here=False)
+    if "optimizer" not in target.exclude and target.state.optimizer is not None:
+        reader.make(_owners(entries, target.state.model, target.rules), is_over)
+    return entries, reader
 
 
 def read_full_directory(

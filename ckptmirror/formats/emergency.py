@@ -133,6 +133,9 @@ class EmergencyFormat:
     def check(self, context: WriteContext, artifacts: Sequence[Artifact]) -> None:
         """Do nothing: each file was checked as it was written."""
 
+    def prepare(self, root: Path, meta: Meta, target: LoadTarget, is_over: Callable[[], bool]) -> None:
+        """Do nothing: the files are mapped."""
+
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         """Load the whole snapshot, including its extra state, since it has no sidecars.
 

@@ -76,6 +76,9 @@ class ModelFormat:
                 raise IntegrityError(f"{path} has not the {artifact.digest.size_bytes} bytes that were written.")
             load_pt(path, mmap=True)
 
+    def prepare(self, root: Path, meta: Meta, target: LoadTarget, is_over: Callable[[], bool]) -> None:
+        """Do nothing: the files are mapped."""
+
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         """Load model and optimizer of ``meta``; see :class:`Format`."""
         name = SaveName(meta.step, meta.tag)

@@ -72,6 +72,8 @@ def everything_that_happens(rank: int, base: str) -> dict[str, Any]:
         data[-1] ^= 1
         path.write_bytes(data)
     dist.barrier()
-    found["rotten"] = outcome(lambda: manager.load(sharded(9), place / "new" / "dcp_000201"))[:2]
+    untouched = sharded(9)
+    found["rotten"] = outcome(lambda: manager.load(untouched, place / "new" / "dcp_000201"))[:2]
+    found["rotten state"] = dict(untouched.optimizer.state)
     manager.close()
     return found

@@ -64,3 +64,4 @@ def test_a_file_that_one_rank_finds_rotten_is_loaded_by_none(ranks: Found) -> No
         kind, text = found["rotten"]
         assert kind == "IntegrityError"
         assert "cannot be loaded: rank " in text
+        assert found["rotten state"] == {}

@@ -4,7 +4,8 @@ It does not affect the run: it claims no attempt, writes no parent, and changes 
 
 Rules:
 * The leader of a node resolves the reference for its ranks. Every rank loads the same save, or none does.
-* Each rank verifies a share of the bytes before anything is loaded. A legacy checkpoint has no checksums.
+* Each rank verifies a share of the bytes before anything is loaded. A legacy checkpoint has no checksums. Meanwhile
+  memory is made for what the state does not have yet: nothing that it has is touched.
 * From a mirror, each node fetches what its ranks read, once, to a temporary directory below the root, and verifies it
   as it comes.
 """
@@ -13,15 +14,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from threading import Event
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptmirror.core.errors import CheckpointNotFound, IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.load_options import LoadOptions
-from ckptmirror.core.model import Artifact, Kind, Meta
+from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.tensor_lists import is_proof, lost_lists
@@ -36,12 +38,13 @@ from ckptmirror.flow.places.reference import CheckpointReference
 from ckptmirror.flow.places.resolve import main_path, resolve_for_load
 from ckptmirror.flow.places.select import choose
 from ckptmirror.formats.train_state import PARTS, left_out
+from ckptmirror.local.daemon_pool import begin
 from ckptmirror.local.listing import Fault
 from ckptmirror.ranks.base import Ranks, exchange_result, gather_result
 from ckptmirror.ranks.meeting import meet_until_done
 
 if TYPE_CHECKING:
-    from ckptmirror.formats.base import LoadReport
+    from ckptmirror.formats.base import LoadReport, LoadTarget
     from ckptmirror.formats.train_state import TrainState
 from ckptmirror.local.save_logger import save_logger
 
@@ -119,8 +122,10 @@ def load_state(
         elsewhere = names_elsewhere(ranks, stages, state)
         if any(one.fetched is not None for one in at_hand.values()):
             _receive_shards(ranks, fetch, at_hand[ranks.node_ranks[0]], state, options, elsewhere)
-        meta = fetched if fetched is not None or given.save_id is None else _verified(ranks, given, options.exclude)
-        load = partial(_load, ranks, given, place, meta, state, options, elsewhere)
+        meta, prepared = fetched, None
+        if fetched is None and given.save_id is not None:
+            meta, prepared = _verified(ranks, given, state, options, elsewhere)
+        load = partial(_load, ranks, given, place, meta, state, options, elsewhere, prepared)
         report = exchange_result(ranks, load, what="load a checkpoint")[ranks.rank]
         if meta is not None and options.verify_loaded:  # on every rank: the copies of two nodes may have other lists
             listed = replace(meta, artifacts=()) if lost_lists(meta) else meta
@@ -201,15 +206,38 @@ def _check_same(resolved: Sequence[CheckpointReference]) -> None:
             )
 
 
-def check_share(root: Path, ranks: Ranks, artifacts: Sequence[Artifact]) -> Fault | None:
-    """Verify every n-th artifact that a load needs, and return the first fault. The ranks of a node verify all."""
-    share = [one for one in artifacts if not is_proof(one)][ranks.local_rank :: ranks.local_world_size]
-    faults = read_all([FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in share])
+class Share(NamedTuple):
+    """What a rank did before the ranks vote on a save.
+
+    Attributes:
+        fault: The first one in its share of the bytes.
+        prepared: What :func:`load_kind` takes.
+    """
+
+    fault: Fault | None
+    prepared: Any
+
+
+def check_share(root: Path, ranks: Ranks, meta: Meta, kind: Kind, target: LoadTarget) -> Share:
+    """Verify every n-th artifact of ``meta``, and prepare the load meanwhile. The ranks of a node verify all."""
+    from ckptmirror.formats import get_format
+    from ckptmirror.formats.names import live_values
+
+    share = [one for one in meta.artifacts if not is_proof(one)][ranks.local_rank :: ranks.local_world_size]
+    is_over = Event()
+    with suppress(Exception):  # the load asks again
+        live_values(target.state.model)  # FSDP2 reshards what a forward left unsharded: not in another thread
+    preparing = begin(partial(get_format(kind).prepare, root, meta, target, is_over.is_set), "ckptmirror-prepare")
+    try:
+        faults = read_all([FileToRead(root / artifact.path, artifact.digest, cached=True) for artifact in share])
+    finally:
+        is_over.set()
+    prepared = preparing.result() if preparing.exception() is None else None
     for artifact, found in zip(share, faults, strict=True):
         if found is not None:
             why = f"{rank_name(ranks.rank, ranks.nodes_of_ranks)}: {root / artifact.path}: {found.why}"
-            return Fault(why, unreadable=found.state == "unreadable")
-    return None
+            return Share(Fault(why, unreadable=found.state == "unreadable"), None)
+    return Share(None, prepared)
 
 
 def names_elsewhere(ranks: Ranks, stages: Stages, state: TrainState) -> frozenset[str]:
@@ -237,8 +265,12 @@ def load_kind(
     ranks: Ranks,
     options: LoadOptions,
     elsewhere: frozenset[str] = frozenset(),
+    prepared: Any = None,
 ) -> LoadReport:
-    """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another."""
+    """Load one kind of a verified save in ``root`` into the state, including its sidecars, and no file of another.
+
+    ``prepared`` is what :func:`check_share` returned.
+    """
     from ckptmirror.formats import get_format
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.emergency import emergency_extra, emergency_merge_extra
@@ -247,7 +279,14 @@ def load_kind(
     meta = replace(meta, artifacts=meta.artifacts_of(kind))
     is_whole = kind == "emergency"  # its files hold everything
     target = LoadTarget(
-        state, ranks.rank, ranks.world_size, options.exclude, elsewhere, options.allow_cold_optimizer, options.rules
+        state,
+        ranks.rank,
+        ranks.world_size,
+        options.exclude,
+        elsewhere,
+        options.allow_cold_optimizer,
+        options.rules,
+        prepared=prepared,
     )
 
     def load(agree: Callable[[], None]) -> LoadReport:
@@ -315,23 +354,30 @@ def _resolve(root: Path, reference: Reference, exclude: frozenset[str]) -> Check
         raise
 
 
-def _verified(ranks: Ranks, found: CheckpointReference, exclude: frozenset[str]) -> Meta:
-    """Return the meta, once the ranks have verified every byte of the save together."""
+def _verified(
+    ranks: Ranks, found: CheckpointReference, state: TrainState, options: LoadOptions, elsewhere: frozenset[str]
+) -> tuple[Meta, Any]:
+    """Return the meta, and what is prepared for the load, once the ranks have verified every byte together."""
+    from ckptmirror.formats.base import LoadTarget
+
     root = found.dir
     assert isinstance(root, Path)
-
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, rules=options.rules)
     meta: Meta | None = None
+    prepared: Any = None
 
     def check() -> Fault | None:
-        nonlocal meta
-        meta = meta_of(root, found, exclude)
-        return check_share(root, ranks, meta.artifacts_of(found.kind))
+        nonlocal meta, prepared
+        meta = meta_of(root, found, options.exclude)
+        read = replace(meta, artifacts=meta.artifacts_of(found.kind))
+        fault, prepared = check_share(root, ranks, read, found.kind, target)
+        return fault
 
     for fault in exchange_result(ranks, check, what="verify a checkpoint"):
         if fault is not None:
             raise IntegrityError(f"Step {found.step} cannot be loaded: {fault.why}.")
     assert meta is not None
-    return meta
+    return meta, prepared
 
 
 def _load(
@@ -342,9 +388,10 @@ def _load(
     state: TrainState,
     options: LoadOptions,
     elsewhere: frozenset[str],
+    prepared: Any,
 ) -> LoadReport:
     if meta is not None:
-        return load_kind(place, meta, found.kind, state, ranks, options, elsewhere)
+        return load_kind(place, meta, found.kind, state, ranks, options, elsewhere, prepared)
     from ckptmirror.formats.base import LoadTarget
     from ckptmirror.formats.legacy import load_legacy, read_legacy
 

@@ -27,12 +27,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, KindMismatch, Temporary
 from ckptmirror.core.load_options import LoadOptions
-from ckptmirror.core.model import Artifact, Attempt, Meta
+from ckptmirror.core.model import Attempt, Kind, Meta
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
@@ -178,16 +178,16 @@ def _load_first_sound(
     """
     from ckptmirror.formats.base import LoadTarget
 
-    target = LoadTarget(state, ranks.rank, ranks.world_size, elsewhere=elsewhere, rules=options.rules)
+    target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, rules=options.rules)
     while True:
         proposal = _propose(ranks, bringer, node)
         if proposal.meta is None:
             return proposal, None, []
         try:
             whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()
-            place, verified, view = _verified_here(root, ranks, node, proposal, target, whose_lists)
+            place, verified, view, prepared = _verified_here(root, ranks, node, proposal, target, whose_lists)
             load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
-            report = _load_together(load, ranks, verified, state, options)
+            report = _load_together(functools.partial(load, prepared), ranks, verified, state, options)
         except _CannotUse as found:
             freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
             if bringer is not None:
@@ -367,10 +367,10 @@ def _verified_here(
     proposal: Proposal,
     target: LoadTarget,
     whose_lists: frozenset[int],
-) -> tuple[Path, Meta, View | None]:
+) -> tuple[Path, Meta, View | None, Any]:
     """Return where a node has what its ranks read, and the save with these files alone, once all ranks verified theirs.
 
-    The view is returned where these files were gathered.
+    The view is returned where these files were gathered; and last, what is prepared for the load.
 
     Where nodes share a download and that goes wrong, the mirror's copy may still be good: each then fetches for itself.
 
@@ -381,12 +381,11 @@ def _verified_here(
     assert meta is not None
     if not proposal.gathered:
         verified = replace(meta, artifacts=meta.artifacts_of(proposal.kind))
-        _vote_on_bytes(root, ranks, verified.artifacts)
-        return root, verified, None
+        return root, verified, None, _vote_on_bytes(root, ranks, verified, proposal.kind, target)
     try:
         view = _gather(root, ranks, node, proposal, target, whose_lists)
-        read = tuple(view.needs.values())
-        _vote_on_bytes(view.path, ranks, read)
+        verified = replace(meta, artifacts=tuple(view.needs.values()))
+        prepared = _vote_on_bytes(view.path, ranks, verified, proposal.kind, target)
     except _CannotUse as found:
         is_shared = proposal.share_downloads and proposal.place == proposal.mirror
         if not is_shared or found.result is not Result.BROKEN:
@@ -400,7 +399,7 @@ def _verified_here(
         _discard_all(root, ranks, node, meta)
         proposal = replace(proposal, share_downloads=False)
         return _verified_here(root, ranks, node, proposal, target, whose_lists)
-    return view.path, replace(meta, artifacts=read), view
+    return view.path, verified, view, prepared
 
 
 def _all_lists(ranks: Ranks, node: Node | None, proposal: Proposal, view: View) -> Meta:
@@ -431,22 +430,24 @@ def _check_all(ranks: Ranks, found: Mapping[int, Gathered]) -> None:
             raise _CannotUse(error.message, one.result, error)
 
 
-def _vote_on_bytes(root: Path, ranks: Ranks, read: Sequence[Artifact]) -> None:
-    """Check the bytes of what the ranks of this node read, on every rank.
+def _vote_on_bytes(root: Path, ranks: Ranks, read: Meta, kind: Kind, target: LoadTarget) -> Any:
+    """Check the bytes of what the ranks of this node read, on every rank; return what is prepared for the load.
 
     Raises:
         _CannotUse: A rank found a file that differs from what was saved.
     """
     reason: Fault | None = None
+    prepared: Any = None
     failure: BaseException | None = None
     try:
-        reason = check_share(root, ranks, read)
+        reason, prepared = check_share(root, ranks, read, kind, target)
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     found = [vote for vote in ranks.exchange(reason, what="vote on a save", error=failure) if vote is not None]
     if found:
         worst = min(found, key=lambda fault: fault.unreadable)  # broken outweighs unreadable
         raise _CannotUse(worst.why, Result.UNREADABLE if worst.unreadable else Result.BROKEN)
+    return prepared
 
 
 def _load_together(
