@@ -15,7 +15,7 @@ __all__ = ["PARTS", "LoadOptions", "check_given_alike", "checked_parts"]
 PARTS = ("model", "optimizer", "scheduler", "scaler", "ema", "dataloader", "extra", "rng")
 """The parts of a state."""
 
-_OF_A_STAGE = ("exclude", "rename", "strict")
+_OF_A_STAGE = ("exclude", "strict")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def checked_parts(exclude: Collection[str]) -> frozenset[str]:
 
 
 def check_given_alike(given: Sequence[Mapping[str, str]], stages: Stages, nodes_of_ranks: Sequence[int]) -> None:
-    """Check that all ranks were given the same; what is about names, all ranks of a stage.
+    """Check that all ranks were given the same; what is about this model's names, all ranks of a stage.
 
     Args:
         given: Of each rank, texts by the name of the parameter.

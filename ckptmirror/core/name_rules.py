@@ -87,7 +87,7 @@ class NameRules:
                 raise UsageError(f"rename makes one name of {other} and {name}: {there}.")
         matched = match(first, [*live, *elsewhere])
         known = {*matched.values(), *live, *elsewhere}
-        self._refuse_unused(saved, known)
+        self._refuse_unused(saved, known, are_all=not elsewhere)
         by_live = {matched[there]: name for there, name in first.items() if not self.leaves(matched[there])}
         missing = [name for name in live if name not in by_live and not self.leaves(name)]
         here = {*live, *elsewhere}
@@ -125,8 +125,9 @@ class NameRules:
     def _left(self, live: Iterable[str]) -> list[str]:
         return [name for name in live if self.leaves(name)]
 
-    def _refuse_unused(self, saved: Collection[str], known: Collection[str]) -> None:
-        renames = self.rename if isinstance(self.rename, Mapping) else ()
+    def _refuse_unused(self, saved: Collection[str], known: Collection[str], *, are_all: bool) -> None:
+        """Refuse patterns that match nothing; one of ``rename`` may be for names that only other ranks read."""
+        renames = self.rename if isinstance(self.rename, Mapping) and are_all else ()
         checks = [("exclude", _PREFIX, pattern, known) for pattern in self.exclude]
         checks += [("rename", "", pattern, saved) for pattern in renames]
         for what, prefix, pattern, names in checks:

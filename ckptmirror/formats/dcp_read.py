@@ -181,8 +181,7 @@ def load_directory(directory: Path, target: LoadTarget, named: Container[str], e
     """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = target.prepared or _open(directory, named, all_here=False)
-    module = target.state.model
-    entries = _without_others(entries, module, target.elsewhere)
+    entries = _without_others(entries, target)
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
         target,
@@ -329,7 +328,7 @@ def _parts_read(directory: Path, exclude: Container[str], target: LoadTarget | N
     into: dict[str, Any] = {}
     if target is not None:
         module = target.state.model
-        entries = _without_others(entries, module, target.elsewhere)
+        entries = _without_others(entries, target)
         into |= _owners(entries, module, target.rules)
         live = live_values(module)
         saved = {target.rules.renamed(name): of_name for name, of_name in _of_model(entries).items()}
@@ -376,14 +375,13 @@ def _entries(metadata: Metadata) -> list[_Entry]:
     return result
 
 
-def _without_others(entries: list[_Entry], module: torch.nn.Module, elsewhere: frozenset[str]) -> list[_Entry]:
+def _without_others(entries: list[_Entry], target: LoadTarget) -> list[_Entry]:
     """Return the entries without those of values, and of their optimizer state, that only other ranks hold."""
-    if not elsewhere:
+    if not target.elsewhere:
         return entries
-    is_elsewhere = elsewhere_in(
-        {name for entry in entries if (name := _value_of(entry))}, live_values(module), elsewhere
-    )
-    return [entry for entry in entries if not is_elsewhere(_value_of(entry))]
+    saved, live = {name for entry in entries if (name := _value_of(entry))}, live_values(target.state.model)
+    is_elsewhere = elsewhere_in(saved, live, target.elsewhere, target.rules)
+    return [entry for entry in entries if not ((name := _value_of(entry)) and is_elsewhere(name))]
 
 
 def _value_of(entry: _Entry) -> str:

@@ -119,7 +119,7 @@ def full_optimizer(source: RankFiles, target: LoadTarget) -> dict[str, Any]:
         raise IntegrityError("The optimizer's file has no state and param_groups.")
     module = target.state.model
     owners = owners_of(tree["state"], module, target.rules)
-    is_elsewhere = elsewhere_in(filter(_is_text, tree["state"]), live_values(module), target.elsewhere)
+    is_elsewhere = elsewhere_in(filter(_is_text, tree["state"]), live_values(module), target.elsewhere, target.rules)
     wanted = [name for name in tree["state"] if not (_is_text(name) and is_elsewhere(name))]
     state = {name: source.full_value(("state", name), owners.get(name)) for name in wanted}
     return {"state": state, "param_groups": join_groups(source.full_value(("param_groups",)))}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.name_rules import NameRules
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.names import match_names
 
@@ -60,18 +61,21 @@ def join_groups(saved: Any) -> Any:
     return joined
 
 
-def elsewhere_in(saved: Iterable[str], live: Iterable[str], elsewhere: frozenset[str]) -> Callable[[str], bool]:
+def elsewhere_in(
+    saved: Iterable[str], live: Iterable[str], elsewhere: frozenset[str], rules: NameRules
+) -> Callable[[str], bool]:
     """Return a function that says of a saved name whether only other ranks hold what it names.
 
     Args:
         saved: All saved names.
         live: The names that this rank holds.
         elsewhere: Those that only other ranks hold.
+        rules: The new names of saved values.
     """
     if not elsewhere:
         return lambda _: False
-    matched: Mapping[str, str] = match_names(saved, [*live, *elsewhere])
-    return lambda name: matched.get(name) in elsewhere
+    matched: Mapping[str, str] = match_names(map(rules.renamed, saved), [*live, *elsewhere])
+    return lambda name: matched.get(rules.renamed(name)) in elsewhere
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

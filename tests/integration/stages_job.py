@@ -30,26 +30,32 @@ LAYERS = (0, 1, 2, 3)
 class Part(nn.Module):
     """Some layers of the model, under the names that they have in all of it."""
 
-    def __init__(self, layers: Sequence[int]) -> None:
+    def __init__(self, layers: Sequence[int], called: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict()
+        self.called = called
+        self.add_module(called, nn.ModuleDict())
         for number in layers:
             torch.manual_seed(number)
-            self.layers[str(number)] = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+            self.dealt[str(number)] = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+    @property
+    def dealt(self) -> Any:
+        """The layers, by number."""
+        return getattr(self, self.called)
 
     def forward(self, step: int) -> torch.Tensor:
         total = torch.zeros(())
-        for name, layer in self.layers.items():
+        for name, layer in self.dealt.items():
             torch.manual_seed(1000 * step + int(name))
             total = total + layer(torch.rand(5, 4)).square().mean()
         return total
 
 
-def build(layers: Sequence[int], mesh: DeviceMesh | None = None) -> TrainState:
+def build(layers: Sequence[int], mesh: DeviceMesh | None = None, called: str = "layers") -> TrainState:
     """The state of a rank that holds these layers, sharded over the mesh."""
-    model: Any = Part(layers)
+    model: Any = Part(layers, called)
     if mesh is not None:
-        for layer in model.layers.values():
+        for layer in model.dealt.values():
             fully_shard(layer, mesh=mesh)
     groups = [
         {"params": [p for n, p in model.named_parameters() if n.endswith("weight")], "weight_decay": 0.1},
@@ -67,7 +73,7 @@ def train(state: TrainState, step: int) -> None:
 
 
 def values(state: TrainState) -> dict[str, Any]:
-    """Every tensor of model and optimizer by the model's names, whole, and the settings of each parameter."""
+    """Every tensor of model and optimizer, whole, and the settings of each parameter, by its name in ``layers``."""
 
     def whole(value: Any) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -80,7 +86,7 @@ def values(state: TrainState) -> dict[str, Any]:
             found[f"settings.{name}"] = (group["lr"], group["weight_decay"])
             for key, value in state.optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.{name}.{key}"] = whole(value).clone()
-    return found
+    return {name.replace(f"{state.model.called}.", "layers."): value for name, value in found.items()}
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ class Job:
         names_stages: Whether ranks pass pp_rank.
         sharded: Whether the ranks of a stage share it out; else they are replicas.
         differs: The rank whose parameters are changed before the save; -1: none.
+        called: What the model calls its layers. With another name than when they were saved, the resume renames.
     """
 
     base: Path
@@ -112,6 +119,7 @@ class Job:
     names_stages: bool = True
     sharded: bool = True
     differs: int = -1
+    called: str = "layers"
 
     def run(self) -> list[Found]:
         return run_ranks(len(self.held), take_part, self, dead=(self.dies,) if self.dies >= 0 else ())
@@ -140,7 +148,7 @@ def take_part(rank: int, job: Job) -> Found:
         group = dist.new_group(members)
         if rank in members and len(members) > 1 and job.sharded:
             mesh = DeviceMesh.from_group(group, "cpu")
-    state = build(job.held[rank], mesh)
+    state = build(job.held[rank], mesh, job.called)
     found = Found()
     try:
         manager = CheckpointManager(
@@ -153,7 +161,8 @@ def take_part(rank: int, job: Job) -> Found:
     except CkptMirrorError as error:
         return Found(failed=str(error), hint=error.hint)
     try:
-        start = manager.resume(state)
+        renames = {"layers.*": f"{job.called}.*"} if job.called != "layers" else None
+        start = manager.resume(state, rename=renames)
         if start is not None:
             found = Found(start.step, start.kind, values(state))
         for step in job.steps:

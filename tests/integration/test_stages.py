@@ -119,6 +119,13 @@ def test_stages_on_several_nodes_are_resumed_by_any_split(tmp_path: Path) -> Non
         check(job, job.run(), 2)
 
 
+def test_stages_are_resumed_by_any_split_under_other_names(tmp_path: Path) -> None:
+    ended(Job(tmp_path, SHARDED, (1,), snapshot=2, nodes="abab", mirrored=True))
+    for split, nodes, kind, step in ((SHARDED, "abab", "emergency", 2), (UNEVEN, "cd", "dcp", 1)):
+        job = Job(tmp_path, split, nodes=nodes, mirrored=True, called="blocks")
+        check(job, job.run(), step, kind)
+
+
 def test_one_file_reader_joins_the_stages(tmp_path: Path) -> None:
     ended(Job(tmp_path, TWO, (1, 2)))
     loaded = load_checkpoint(tmp_path / "root" / "dcp_000002")

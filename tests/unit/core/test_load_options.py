@@ -46,11 +46,13 @@ def test_what_loads_otherwise_is_refused_with_both_values(one: LoadOptions, othe
     assert "rank 1 on node 1 has" in str(refused.value)
 
 
-def test_names_may_differ_between_stages_and_nothing_else() -> None:
+def test_what_is_left_out_may_differ_between_stages_and_nothing_else() -> None:
     stages = Stages((0, 0, 1, 1))
     plain, other = LoadOptions().texts(), changed(exclude=("head.*",), strict=False).texts()
     check_given_alike([plain, plain, other, other], stages, ())
     with pytest.raises(UsageError, match=r"exclude: rank 2 has model\.head"):
         check_given_alike([plain, plain, other, {**other, "exclude": ""}], stages, ())
+    with pytest.raises(UsageError, match="rename: rank 0 has none, rank 2 has a -> b"):
+        check_given_alike([plain, plain, *[changed(rename={"a": "b"}).texts()] * 2], stages, ())
     with pytest.raises(UsageError, match="policy: rank 0 has 1, rank 3 has auto"):
         check_given_alike([*[{"policy": "1"}] * 3, {"policy": "auto"}], stages, ())
