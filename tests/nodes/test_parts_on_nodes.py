@@ -143,6 +143,10 @@ def test_i1_a_part_that_gives_way_to_the_whole_save_is_here_or_the_whole_is_when
 ) -> None:
     Job(tmp_path, "ab", (1, 2)).run()
     run_ranks(1, go_on_alone, str(tmp_path), crash_at, exchanges, dead=(0,), limit_s=WAIT_S)
+    verbs = ("rotate", "--keep-last", "3"), ("stage", f"file://{tmp_path}/mirror", "--step", "1", "--full", "--refresh")
+    for verb, into in zip(verbs, ("--root", "--dest"), strict=True):  # they empty the trash, and put nothing back
+        ended = run(*verb, into, tmp_path / "a")
+        assert ended.returncode == 0, ended.stderr
     run("drain", "--root", tmp_path / "a", "--timeout", "60")  # it reconciles, and empties the trash
     assert not list((tmp_path / "a/.ckptmirror/trash").iterdir())
     assert run("verify", "--deep", tmp_path / "a").returncode == 0

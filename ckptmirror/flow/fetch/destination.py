@@ -26,7 +26,7 @@ from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import BrokenMeta, DestinationOccupied, IntegrityError
 from ckptmirror.core.model import Artifact, Meta, top_names
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
-from ckptmirror.flow.places.trash import parsed_in_trash
+from ckptmirror.flow.places.trash import not_replaced, parsed_in_trash
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import LocalSave, read_inventory
@@ -254,7 +254,8 @@ class Destination:
                     trash.move_to_trash(self.root, self.root / path)
         if condemned:
             directories.fsync_dir(self.root)
-        for entry in sorted(trash_dir.iterdir()):
+        kept = {entry for entry, _, _ in not_replaced(read_inventory(self.root))}
+        for entry in sorted({*trash_dir.iterdir()} - kept):
             parsed = parsed_in_trash(entry)
             # Another process may need the meta of another step to finish its own replacement.
             if parsed is None or parsed.role != "meta" or parsed.step == self.step:

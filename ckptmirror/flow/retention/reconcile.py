@@ -28,11 +28,11 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
-from ckptmirror.core.model import Artifact, Meta
-from ckptmirror.flow.fetch.destination import Destination, by_top
+from ckptmirror.core.model import Meta
+from ckptmirror.flow.fetch.destination import Destination
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.places.trash import empty_trash, parsed_in_trash
+from ckptmirror.flow.places.trash import empty_trash, not_replaced, parsed_in_trash
 from ckptmirror.flow.retention.durability import open_saves
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.rotation import finish_interrupted
@@ -122,31 +122,13 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
 
 def _put_back(root: Path, inventory: Inventory) -> bool:
     """Put back from the trash what a crash kept from being replaced; return whether there was something."""
-    found = False
-    for save in inventory.incomplete:
-        for top, artifacts in by_top(save.meta.artifacts).items():
-            if os.path.lexists(root / top):
-                continue
-            trashed = next((one for one in inventory.trash if _is_whole(one, top, artifacts)), None)
-            if trashed is not None:
-                directories.rename_noreplace(trashed, root / top, label="trash.put_back")
-                restored = "step %d: %s was in the trash, and is put back"
-                save_logger(_log, save.meta).warning(restored, save.meta.step, top)
-                found = True
+    found = list(not_replaced(inventory))
+    for trashed, top, meta in found:
+        directories.rename_noreplace(trashed, root / top, label="trash.put_back")
+        save_logger(_log, meta).warning("step %d: %s was in the trash, and is put back", meta.step, top)
     if found:
         directories.fsync_dir(root)
-    return found
-
-
-def _is_whole(trashed: Path, top: str, artifacts: Sequence[Artifact]) -> bool:
-    """Whether a path in the trash had a name, and has all files there of their sizes."""
-    if trashed.name.rpartition(".")[0] != top[:200]:
-        return False
-    paths = [trashed / below if (below := artifact.path.partition("/")[2]) else trashed for artifact in artifacts]
-    return all(
-        path.is_file() and not path.is_symlink() and path.stat().st_size == artifact.digest.size_bytes
-        for path, artifact in zip(paths, artifacts, strict=True)
-    )
+    return bool(found)
 
 
 def _forget_gone(root: Path, table: UploadsTable, on_disk: Collection[str]) -> tuple[tuple[int, str, str], ...]:
