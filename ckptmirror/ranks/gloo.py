@@ -77,6 +77,7 @@ class GlooRanks:
         self._timeout_s = timeout_s
         self._name = name
         self._number = 0
+        self._known: set[int] = set()  # ranks with which bytes were exchanged
         self._busy = threading.Lock()
         self._broken: CkptMirrorError | None = None
         self._closed = False
@@ -237,7 +238,7 @@ class GlooRanks:
         self._number += 1
         report = Report(self._number, what, data, failure_of(error) if error is not None else None)
         deadline = time.monotonic() + self._timeout_s
-        answer = self._collect(report, to, deadline) if self._rank == 0 else self._deliver(report, deadline)
+        answer = (self._talk_first if self._number == 1 else self._talk)(report, to, deadline)
         if answer.outcome == "values":
             return answer.values()
         refused = refusal(answer, what, self.nodes_of_ranks)
@@ -249,6 +250,17 @@ class GlooRanks:
                 error.put_in_front(self._named(self._rank))  # which disk: the paths of all nodes may be alike
             raise error
         raise refused from error  # gloo's error, if any, does not name the rank that is gone
+
+    def _talk(self, own: Report, to: Readers | Literal["all"], deadline: float) -> Answer:
+        return self._collect(own, to, deadline) if self._rank == 0 else self._deliver(own, deadline)
+
+    def _talk_first(self, own: Report, to: Readers | Literal["all"], deadline: float) -> Answer:
+        """Do the same where gloo may have to connect, as it does then with ``TORCH_GLOO_LAZY_INIT=1``."""
+        talked = begin_or_do(lambda: self._talk(own, to, deadline), "ckptmirror-connect")
+        if is_over(talked, self._timeout_s + 2 * _more_s(self._timeout_s)):  # it ends before, but for connecting
+            return talked.result()
+        who = f"{self._named(0)} did not answer" if self._rank > 0 else "not all ranks connected"
+        return self._late(own, f"{who} within {self._timeout_s:g} s")
 
     def _break_torch_group(self) -> None:
         """Close the connections of the callers' group. gloo has no call for it, but a wait that times out does it."""
@@ -271,8 +283,20 @@ class GlooRanks:
     def _pass(self, call: Callable[[list[torch.Tensor], int, int], Any], data: memoryview, peer: int) -> None:
         if self._broken is not None:
             raise self._broken
+        deadline = time.monotonic() + self._timeout_s
+
+        def pass_on() -> None:
+            _wait(call([_over(data)], peer, _TAG), deadline)
+
         try:
-            _wait(call([_over(data)], peer, _TAG), time.monotonic() + self._timeout_s)
+            if peer in self._known:
+                pass_on()
+            else:
+                passed = begin_or_do(pass_on, "ckptmirror-connect")
+                if not is_over(passed, self._timeout_s + _more_s(self._timeout_s)):  # as in _talk_first
+                    raise RuntimeError(f"no connection within {self._timeout_s:g} s")
+                passed.result()
+                self._known.add(peer)
         except RuntimeError as error:
             self._broken = RankFailed(f"{self._named(peer)} is gone: {self._why_gone(peer, error)}")
             raise self._broken from error

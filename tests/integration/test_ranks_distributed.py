@@ -510,7 +510,7 @@ class _Published(dist.Store):
         self.store.wait(keys, limit)
 
 
-def _as_it_connects(rank: int, who: int, then: Callable[[dist.Store, str], object]) -> None:
+def _as_it_connects(rank: int, who: int, then: Callable[[dist.Store, str], object] | None) -> None:
     """Let ``then`` be called on rank ``who`` as in :class:`_Published`. gloo waits for hours for its connection."""
     gloo_of_torch = distributed_c10d.ProcessGroupGloo
 
@@ -518,9 +518,11 @@ def _as_it_connects(rank: int, who: int, then: Callable[[dist.Store, str], objec
         def __init__(self, store: dist.Store, rank_in_group: int, size: int, **_: Any) -> None:
             options = gloo_of_torch._Options()
             host = "127.255.255.254" if rank == who else "127.0.0.1"  # of two ranks, the higher address connects
-            options._devices = [gloo_of_torch.create_device(hostname=host)]
+            lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+            options._devices = [gloo_of_torch.create_device(hostname=host, lazy_init=lazy)]
             options._timeout = timedelta(hours=1)
-            super().__init__(_Published(store, then) if rank == who else store, rank_in_group, size, options)
+            seen = _Published(store, then) if then is not None and rank == who else store
+            super().__init__(seen, rank_in_group, size, options)
 
     distributed_c10d.ProcessGroupGloo = Gloo
 
@@ -545,6 +547,54 @@ def test_opening_has_a_limit_if_a_rank_dies_or_is_stopped_as_it_connects(strike:
     for kind, message, _ in run_ranks(3, _struck_as_it_connects, strike, dead=(2,))[:2]:
         assert kind == "WaitTimeout"
         assert "not all ranks came within 1 s (a rank, or the host of torch's store, does not answer)" in message
+
+
+def _struck_before_it_meets_others(rank: int, who: int) -> Any:
+    pids = _pids()
+    _as_it_connects(rank, who, None)
+    create = gloo._groups_and_store
+
+    def create_and_stop(*given: Any) -> Any:
+        created = create(*given)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return created
+
+    if rank == who:
+        gloo._groups_and_store = create_and_stop
+    said = outcome(lambda: open_ranks(node_key="a", timeout_s=1))
+    if rank == 1:
+        os.kill(pids[who], signal.SIGKILL)
+    return said
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_the_first_exchange_has_a_limit_where_gloo_connects_in_it(who: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    found = run_ranks(3, _struck_before_it_meets_others, who, dead=(who,))
+    assert [said[0] for rank, said in enumerate(found) if rank != who] == ["WaitTimeout"] * 2, found
+
+
+def _struck_before_it_sends(rank: int) -> Any:
+    pids = _pids()
+    _as_it_connects(rank, 2, None)
+    ranks = open_ranks(node_key="a", timeout_s=1)
+    dist.barrier()
+    if rank == 0:
+        return None
+    if rank == 2:
+        signal.pause()
+    os.kill(pids[2], signal.SIGSTOP)
+    said = outcome(lambda: ranks.receive(memoryview(bytearray(4)), 2))
+    ranks.close()
+    os.kill(pids[2], signal.SIGKILL)
+    return said
+
+
+def test_the_first_piece_of_a_file_has_a_limit_where_gloo_connects_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "1")
+    kind, message, _ = run_ranks(3, _struck_before_it_sends, dead=(2,))[1]
+    assert kind == "RankFailed"
+    assert "rank 2 is gone" in message
 
 
 def _continues_late(rank: int) -> Any:
