@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 __all__ = ["back_with_memory"]
 
-_PAGE, _AT_ONCE_BYTES = 4096, 32 << 20
+_PAGE, _AT_ONCE_BYTES = 4096, 4 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckptmirror import CheckpointManager, TrainState
+from ckptmirror.formats import dcp_read
+from ckptmirror.formats.shards import local_of
 from tests.kit.processes import outcome
 
 WAIT_S = 30.0
@@ -46,6 +48,19 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def record_what_is_made() -> list[torch.Tensor]:
+    """Return a list that gets what is prepared for the loads of this process from now on."""
+    made: list[torch.Tensor] = []
+    make = dcp_read._Reader.make
+
+    def record(self: Any, owners: Any, is_over: Any) -> None:
+        make(self, owners, is_over)
+        made.extend(local_of(value) for _, value in self._made.values())
+
+    dcp_read._Reader.make = record  # type: ignore[method-assign]
+    return made
+
+
 def everything_that_happens(rank: int, base: str) -> dict[str, Any]:
     place = Path(base)
     found: dict[str, Any] = {}
@@ -58,7 +73,10 @@ def everything_that_happens(rank: int, base: str) -> dict[str, Any]:
     found["older weights"] = whole(state.model)
     manager.save(201, state).wait()
     again = sharded(8)
+    made = record_what_is_made()
     report = manager.load(again, 201)
+    moments = [one for of in again.optimizer.state.values() for name, one in of.items() if name != "step"]
+    found["prepared"] = [{local_of(one).data_ptr() for one in moments} <= {one.data_ptr() for one in made}, len(made)]
     found["own"] = (report.step, report.loaded)
     found["own weights"] = whole(again.model)
     # A reference that means something on the leader alone is resolved there, for all.
