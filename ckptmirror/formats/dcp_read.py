@@ -104,12 +104,12 @@ class _Reader:
         self._made: dict[str, tuple[torch.Tensor, Any]] = {}  # for which parameter, and the tensor
 
     def make(self, owners: Mapping[str, torch.Tensor], is_over: Callable[[], bool]) -> None:
-        """Make the tensors that :meth:`value` fills for these owners, as far as they are in host memory."""
+        """Make the tensors that :meth:`value` fills for these owners, if of their shape and in host memory."""
         here = {key: owner for key, owner in owners.items() if owner.device.type == "cpu"}
         described = self._metadata.state_dict_metadata
         for key, owner in here.items():
-            if (value := _allocate(described[key], owner)) is not None:
-                self._made[key] = (owner, value)
+            if getattr(described[key], "size", None) == owner.shape:  # not yet verified: it may say any size
+                self._made[key] = (owner, _allocate(described[key], owner))
 
         def back(local: torch.Tensor) -> None:
             back_with_memory(local.data_ptr(), local.nbytes, is_over)

@@ -64,6 +64,19 @@ def test_what_was_prepared_for_another_parameter_is_not_used(tmp_path: Path) -> 
     assert {one.data_ptr() for one in made}.isdisjoint(one.data_ptr() for one in _moments(fresh))
 
 
+def test_no_memory_is_made_for_what_is_described_in_another_shape(tmp_path: Path) -> None:
+    """Nobody has verified the description yet: it may say any size."""
+    state = make_state()
+    train(state, 2)
+    meta = save("dcp", tmp_path, state)
+    _, reader = get_format("dcp").prepare(tmp_path, meta, LoadTarget(make_state(), 0, 1), lambda: False)
+    of_other_shapes = {key: torch.empty(3, 1, 7) for key in reader._made}
+    assert of_other_shapes
+    reader._made.clear()
+    reader.make(of_other_shapes, lambda: False)
+    assert not reader._made
+
+
 def test_a_load_without_the_optimizer_makes_no_memory_for_it(tmp_path: Path) -> None:
     state = make_state()
     train(state, 2)
