@@ -6,16 +6,20 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from ckptmirror import CheckpointManager
+from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.core.names import EVENTS_NAME
 from ckptmirror.flow.drain import drain
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import leftovers
-from tests.nodes.jobs import ALONE_S, Job, expect
+from tests.nodes.jobs import ALONE_S, WAIT_S, Job, built, expect, train
 
 pytestmark = pytest.mark.long
 
@@ -279,3 +283,36 @@ def test_a_job_does_not_complete_a_save_that_it_left_behind_before_its_own_first
     assert waiting.pending > 0
     assert [(one.step, one.failed) for one in second] == [(1, ""), (1, "")]
     expect(Job(tmp_path, "bc").run(), 3, "disk", second[0])
+
+
+def save_while_the_mirror_is_away(rank: int, job: Job) -> int | None:
+    """Resume and save; the mirror goes away after the resume, and is back at the end."""
+    mirror, away = job.base / "mirror", job.base / "away"
+    state = built(job.wrapped)
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], kinds=("dcp",), timeout_s=WAIT_S)
+    start = manager.resume(state)
+    if rank == 0:
+        mirror.rename(away)
+    manager.ranks.exchange(None, what="the mirror goes away")
+    for step in job.steps:
+        train(state, rank, step)
+        manager.save(step, state).wait("committed", timeout_s=WAIT_S)
+    with suppress(DeadlinePassed):
+        manager.close(timeout_s=0.0)
+    dist.barrier()
+    if rank == 0:
+        away.rename(mirror)
+    return start.step if start is not None else None
+
+
+@pytest.mark.parametrize("drained", ["", "abc", "bac", "cab"])
+def test_a_node_that_returns_with_a_save_that_the_others_left_behind_does_not_take_the_run_back(
+    drained: str, tmp_path: Path
+) -> None:
+    Job(tmp_path, "ab", (1,), kinds=("dcp",)).run()
+    assert Job(tmp_path, "ab", (2,)).run(save_while_the_mirror_is_away) == [1, 1]
+    assert Job(tmp_path, "bc", (2, 3)).run(save_while_the_mirror_is_away) == [1, 1]
+    for node in drained:
+        drain(tmp_path / node, timeout_s=ALONE_S)
+    assert [one.step for one in Job(tmp_path, "abc", (4,), kinds=("dcp",)).run()] == [3, 3, 3]
+    assert (tmp_path / "mirror/meta_000004.json").exists()

@@ -246,6 +246,8 @@ class Histories(Uploads):
                 return "a save that was given up is resumed"
         if choice.by_person or state.removed:
             return ""
+        if self._leaves_newer_behind(state, sight, choice):
+            return "a start leaves the saves of a newer attempt behind"
         if choice.parent is None:
             return "a start at step 0 although a save stands on a mirror" if self._standing(state.mirrors) else ""
         if state.decided and self._answering(state):
@@ -260,6 +262,30 @@ class Histories(Uploads):
             if not follows and choice.parent.step > (back_to.step if back_to is not None else 0):
                 return "a person's decision is undone"
         return ""
+
+    def _leaves_newer_behind(self, state: State, sight: Sight, choice: Choice) -> bool:
+        """Whether a start that sees all mirrors passes over the newest attempt, which nothing there speaks against."""
+        seen = [mirror for index, mirror in enumerate(sight.mirrors) if index in self._answering(state)]
+        if (
+            state.decided
+            or len(seen) < self.world.mirrors
+            or any(mirror is None for mirror in sight.mirrors[: len(seen)])
+        ):
+            return False
+        known = {one.id: one for place in (*sight.disks, *seen) if place is not None for one in place.listed}
+        saves = self._whole_saves(sight.disks) | {
+            save for mirror in seen if mirror is not None for save in mirror.saves
+        }
+        saves = {save for save in saves if save.attempt in known}
+        if not saves:
+            return False
+        at = newest = max((known[save.attempt] for save in saves), key=lambda one: (one.number, one.id))
+        last = {newest.id: 99}
+        while at.parent is not None and at.parent.attempt in known:
+            last[at.parent.attempt] = at.parent.number
+            at = known[at.parent.attempt]
+        is_ahead = all(save.number <= last.get(save.attempt, 0) for save in self._standing(state.mirrors))
+        return is_ahead and (choice.parent is None or choice.parent.attempt != newest.id)
 
     def _acts(self, state: State, actor: Actor) -> Iterator[Step]:
         if actor.phase == "chose":

@@ -11,13 +11,14 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
    that had to take its claim lists it, or this root saw that they all did; while one of them is silent, the attempt is
    *doubtful*.
 4. Other attempts can count as well: first those whose save this root's table recorded on a mirror that is now silent,
-   since they counted there; then those whose saves exist only on this disk or in the persistent directory. Of both,
-   the oldest is added first, and each only if it is a fast-forward of what counts so far. The rest *ran apart*.
+   since they counted there; then those whose saves exist only on this disk, and then in the persistent directory. Of
+   each, the newest is added first, since it knew the older ones and may have left them behind, and only if it is a
+   fast-forward of what counts so far. The rest *ran apart*.
 5. A *rival* is an attempt of another root that any place has heard of, newer than this root's newest attempt on the way
    that has a committed save on a mirror, as shown by an answering mirror or by this root's table.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, otherwise the attempt is fenced. An attempt
    that does not yet count on any mirror waits while a mirror is silent and there is a rival. On a mirror that has no
-   save of it yet, it finishes none that it has left behind: that would fence the attempt itself.
+   save of it yet, it finishes none that it has left behind: that would fence the attempt itself. Nor does a drain.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
         uploaded = _ids(evidence.disk, Voice.UPLOADED)
         theirs = (uploaded | {one for row in here for one in _ids(row, Voice.COUNTS)}) & known.keys() - counting
         mine = facts_of_rows(here)
-        for attempt in sorted((known[one] for one in theirs), key=lambda one: (one.id not in uploaded, _age(one))):
+        on_disk = _ids(evidence.disk, Voice.COUNTS)
+        newest_first = sorted((known[one] for one in theirs), key=_age, reverse=True)
+        for attempt in sorted(newest_first, key=lambda one: (one.id not in uploaded, one.id not in on_disk)):
             if is_fast_forward(list(known.values()), saves, counting, attempt.id):
                 counting.add(attempt.id)
                 saves = _merged([*saves, *(save for save in mine if save.attempt == attempt.id)])
@@ -154,10 +157,11 @@ def _known(rows: Iterable[Row]) -> dict[str, Attempt]:
 def _silent(evidence: Evidence) -> dict[str, str]:
     """Rule 2."""
     named = {one.url for one in evidence.requirements if not one.is_removed}
+    removed = {one.url for one in evidence.requirements if one.is_removed}  # after the last start that required it
     silent = {
         row.place: row.why or row.reach.value
         for row in evidence.mirrors()
-        if not row.answers and (row.required or row.was_required or row.place in named)
+        if not row.answers and (row.required or (row.was_required and row.place not in removed) or row.place in named)
     }
     return silent | {url: _NOT_CONFIGURED for url in sorted(named) if evidence.row(url) is None}
 
@@ -326,9 +330,16 @@ def drained_list(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether an attempt's save may be committed on a mirror; if not, why not, and which silent places it waits for."""
+    """Whether an attempt's save may be committed on a mirror; if not, why not.
 
-    may: Literal["commit", "wait", "fenced"]
+    Attributes:
+        may: "wait": not while places are silent; "behind": not before ``rival`` has a save there; "fenced": never.
+        why: The reason.
+        waits_for: The silent places.
+        rival: The attempt that keeps it from being committed, if one does.
+    """
+
+    may: Literal["commit", "wait", "behind", "fenced"]
     why: str = ""
     waits_for: tuple[str, ...] = ()
     rival: Attempt | None = None
@@ -387,8 +398,9 @@ def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
     """Decide whether a drain, which is not an attempt, may commit a save from this disk on a mirror.
 
     Beyond :func:`may_commit`: a drain commits nothing while a person's attempt is doubtful, and it adds an attempt to a
-    list that names others only if every required mirror answers. It may commit a superseded save of an attempt that
-    counts, since that changes nothing.
+    list that names others only if every required mirror answers. It finishes no save that a newer attempt, of which
+    this disk has saves too, has left behind, before that one has a save on the mirror. It may commit a superseded save
+    of an attempt that counts, since that changes nothing.
 
     Raises:
         LineageError: The lists contradict one another.
@@ -409,4 +421,17 @@ def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
         rival = rival_of(evidence, counted, save.attempt)
         if rival is not None:
             return Verdict("wait", "another root may have saved on a mirror that is silent", silent, rival)
-    return may_commit(evidence, save.attempt)
+    verdict = may_commit(evidence, save.attempt)
+    newer = _newer_here(evidence, counted, save.attempt) if verdict.may == "commit" else []
+    for one in newer:
+        if left_behind(evidence, mirror, one.id, save):
+            return Verdict("behind", "a newer attempt continued without it", rival=one)
+    return verdict
+
+
+def _newer_here(evidence: Evidence, counted: Counted, attempt: str) -> list[Attempt]:
+    """Return the attempts newer than this one of which the disk has saves, or parts of saves; newest first."""
+    made = _ids(evidence.disk, Voice.COUNTS) | {part.save.attempt for part in evidence.disk.parts}
+    known = [counted.known[one] for one in made if one in counted.known]
+    this = counted.known.get(attempt)
+    return sorted((one for one in known if this is not None and _age(one) > _age(this)), key=_age, reverse=True)

@@ -102,10 +102,16 @@ class _Places:
         """Check that a save of an earlier attempt may be committed.
 
         Raises:
+            NodeBehind: It must wait for a save of a newer attempt that left it behind.
             StoreTemporary: It must wait for a silent mirror.
             StorePermanent: Never: the run continued without the save.
         """
         verdict = may_drain((seen or self.survey()).evidence, mirror.url, facts_of(meta))
+        if verdict.may == "behind" and verdict.rival is not None:
+            raise NodeBehind(
+                f"Step {meta.step} waits until {mirror.url} has a save of attempt {verdict.rival.number} "
+                f"({verdict.rival.id[:8]}), of which this disk has saves, too: it did not continue from that step."
+            )
         if verdict.may == "wait":
             raise waiting(verdict, self._root)
         if verdict.may == "fenced":

@@ -9,7 +9,7 @@ from start_rows import BOTH, ELSEWHERE, HERE, evidence, place, ref, save, silent
 
 from ckptmirror.core.model import Attempt
 from ckptmirror.core.start.attempts import claim_from, count, may_commit, may_drain, mirror_list, rival_of
-from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Row, Voice
+from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Origin, Part, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
 from tests.kit.cost import calls_of, steps_of
 
@@ -74,6 +74,25 @@ TABLE = [
 def test_case_table_row(case: Case) -> None:
     found = count(evidence(case.disk, *case.mirrors))
     assert " ".join(save.save_id for save in found.order.in_order()) == case.current
+
+
+def test_of_two_attempts_that_only_the_disk_has_the_newest_counts() -> None:
+    """Attempt C could not read b1 when it started, and continued from a1, as B had."""
+    c, c1 = Attempt("C", 2, ref(A1), root=HERE), save("c1", 200)
+    found = count(evidence(place(DISK, (A, B, c), (B1, c1)), *both((A, B, c), (A1,))))
+    assert [one.save_id for one in found.order.in_order()] == ["a1", "c1"]
+    assert found.apart == set()
+
+
+def test_a_drain_finishes_no_save_that_a_newer_attempt_of_this_disk_left_behind_before_that_has_one_there() -> None:
+    c, c1 = Attempt("C", 2, ref(A1), root=HERE), save("c1", 200)
+    here = place(DISK, (A, B, c), (B1, c1))
+    verdict = may_drain(evidence(here, *both((A, B, c), (A1,))), "gs://a", B1)
+    assert (verdict.may, verdict.rival) == ("behind", c)
+    assert may_drain(evidence(here, *both((A, B, c), (A1,))), "gs://a", c1).may == "commit"
+    assert may_drain(evidence(here, *both((A, B, c), (A1, c1))), "gs://a", B1).may != "behind"
+    parts = replace(place(DISK, (A, B, c), (B1,)), parts=(Part(c1, c1.kinds, (0,), 2, Origin.SAVED_HERE, "part"),))
+    assert may_drain(evidence(parts, *both((A, B, c), (A1,))), "gs://a", B1).may == "behind"
 
 
 def test_what_ran_apart_is_named_as_such() -> None:
