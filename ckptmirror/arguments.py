@@ -30,6 +30,7 @@ __all__ = [
     "check_kinds_of_stages",
     "checked_kinds",
     "checked_loss",
+    "checked_seconds",
     "checked_settings",
     "checked_step",
     "node_key",
@@ -191,7 +192,8 @@ def checked_kinds(kinds: Sequence[Kind]) -> tuple[Kind, ...]:
     Raises:
         ConfigError: They are not a sequence of kinds, each once.
     """
-    if isinstance(kinds, str) or not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(SAVED_KINDS):
+    are_several = isinstance(kinds, Sequence) and not isinstance(kinds, str)
+    if not are_several or not kinds or len(set(kinds)) != len(kinds) or not set(kinds) <= set(SAVED_KINDS):
         raise ConfigError(
             f"kinds is {kinds!r}; it must be a tuple of {' and '.join(map(repr, SAVED_KINDS))}, or of one of them.",
             hint='Write kinds=("dcp",), for example.',
@@ -248,6 +250,17 @@ def checked_loss(loss: float) -> float:
         return float(loss)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
         raise UsageError(f"loss is a {type(loss).__name__}, not one number.", hint="Give loss.item().") from error
+
+
+def checked_seconds(timeout_s: float) -> float:
+    """Return the limit of a wait, in seconds; 0 does not wait.
+
+    Raises:
+        UsageError: It is not a number from 0 up.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s >= 0:
+        raise UsageError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, from 0 up.")
+    return float(timeout_s)
 
 
 def checked_step(step: int) -> int:

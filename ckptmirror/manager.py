@@ -25,6 +25,7 @@ from ckptmirror.arguments import (
     check_kinds_of_stages,
     checked_kinds,
     checked_loss,
+    checked_seconds,
     checked_settings,
     checked_step,
     node_key,
@@ -366,8 +367,9 @@ class CheckpointManager:
 
         def checked() -> LoadOptions:
             check_state(state)
+            parts = checked_parts(parts_alone(exclude))
             rules = name_rules(exclude, rename, strict=strict)
-            return LoadOptions(checked_parts(parts_alone(exclude)), verify_loaded=verify_loaded, rules=rules)
+            return LoadOptions(parts, verify_loaded=verify_loaded, rules=rules)
 
         options = agreed_options(self.ranks, checked, what="begin to load", stages=self._stages)
         return load_state(self.root, self.ranks, state, reference, options, self._stages)
@@ -397,6 +399,9 @@ class CheckpointManager:
         """
         saver = self._started()
         check_is_state(state)
+        for name, given in (("metrics", metrics), ("fields", fields)):
+            if given is not None and not isinstance(given, Mapping):
+                raise UsageError(f"{name} is {given!r}; it must be a dict.")
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
         if self._stages.of_ranks:
             check_kinds_of_stages(chosen)
@@ -482,7 +487,7 @@ class CheckpointManager:
             BackgroundSaveFailed: A save failed or was skipped, and no call has raised that yet.
             AttemptFenced: A newer attempt has started, so nothing more is sent.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + checked_seconds(timeout_s)
         self._started().wait_over(timeout_s)
         raise_skipped(self._skipped)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
@@ -495,6 +500,7 @@ class CheckpointManager:
         Before each deletion it asks the mirrors, whose answers have limits of their own: a hanging one costs minutes.
         """
         self._check_open()
+        checked_seconds(timeout_s)
         return self._node.rotate_now(timeout_s) if self._node is not None else None
 
     # -- end ------------------------------------------------------------------------------------------------
@@ -524,6 +530,7 @@ class CheckpointManager:
                 f"stop={stop!r} is not a StopRequest.",
                 hint="Pass the one that the training loop asks: stop = StopRequest().install().",
             )
+        checked_seconds(timeout_s)
         self._closed = True
         stopped = False
 

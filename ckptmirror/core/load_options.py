@@ -62,7 +62,8 @@ def checked_parts(exclude: Collection[str]) -> frozenset[str]:
     Raises:
         UsageError: One is not among :data:`PARTS`.
     """
-    unknown = [exclude] if isinstance(exclude, str) else [part for part in exclude if part not in PARTS]
+    is_one = isinstance(exclude, str) or not isinstance(exclude, Collection)
+    unknown = [exclude] if is_one else [part for part in exclude if part not in PARTS]
     if unknown:
         raise UsageError(
             f"exclude holds {', '.join(map(repr, unknown))}; it must be a tuple of names among "

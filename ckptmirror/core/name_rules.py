@@ -74,7 +74,8 @@ class NameRules:
         Args:
             saved: The names in the save.
             live: The names in the model.
-            elsewhere: The names that only other ranks hold; the save may have them too.
+            elsewhere: The names that only other ranks hold; the save may have them too. If there are any, the caller
+                checks the patterns of ``rename`` (:meth:`check_renames`): ``saved`` may lack what others read.
             match: Returns the live name for each saved one, or the saved one itself.
 
         Raises:
@@ -87,7 +88,9 @@ class NameRules:
                 raise UsageError(f"rename makes one name of {other} and {name}: {there}.")
         matched = match(first, [*live, *elsewhere])
         known = {*matched.values(), *live, *elsewhere}
-        self._refuse_unused(saved, known, are_all=not elsewhere)
+        self._check_used("exclude", _PREFIX, self.exclude, known, "neither the model nor the save has a")
+        if not elsewhere:
+            self.check_renames(saved)
         by_live = {matched[there]: name for there, name in first.items() if not self.leaves(matched[there])}
         missing = [name for name in live if name not in by_live and not self.leaves(name)]
         here = {*live, *elsewhere}
@@ -125,17 +128,21 @@ class NameRules:
     def _left(self, live: Iterable[str]) -> list[str]:
         return [name for name in live if self.leaves(name)]
 
-    def _refuse_unused(self, saved: Collection[str], known: Collection[str], *, are_all: bool) -> None:
-        """Refuse patterns that match nothing; one of ``rename`` may be for names that only other ranks read."""
-        renames = self.rename if isinstance(self.rename, Mapping) and are_all else ()
-        checks = [("exclude", _PREFIX, pattern, known) for pattern in self.exclude]
-        checks += [("rename", "", pattern, saved) for pattern in renames]
-        for what, prefix, pattern, names in checks:
+    def check_renames(self, saved: Collection[str]) -> None:
+        """Check that each pattern of ``rename`` fits a name of a save, given all of them, also those of other ranks.
+
+        Raises:
+            UsageError: One fits none.
+        """
+        self._check_used(
+            "rename", "", self.rename if isinstance(self.rename, Mapping) else (), saved, "the save has no"
+        )
+
+    def _check_used(self, what: str, prefix: str, patterns: Iterable[str], names: Collection[str], has: str) -> None:
+        for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
-                where = "the save" if what == "rename" else "neither the model nor the save"
-                has = "has no" if what == "rename" else "has a"
                 raise UsageError(
-                    f"{what} holds {prefix + pattern!r}, and {where} {has} tensor of that name. "
+                    f"{what} holds {prefix + pattern!r}, and {has} tensor of that name. "
                     f"The closest: {', '.join(prefix + name for name in _closest(pattern, names)) or 'none'}.",
                     hint="Names are those of model.state_dict(); `*` stands for any text.",
                 )

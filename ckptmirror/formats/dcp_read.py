@@ -181,6 +181,8 @@ def load_directory(directory: Path, target: LoadTarget, named: Container[str], e
     """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = target.prepared or _open(directory, named, all_here=False)
+    if target.elsewhere:
+        target.rules.check_renames({_value_of(entry) for entry in entries})
     entries = _without_others(entries, target)
     own = [entry for entry in entries if entry.path[0] in _OPTIMIZER_KEYS and len(entry.path) > 1]
     return load_parts(
@@ -422,7 +424,8 @@ def _read_model(
     versions = _versions(reader.value(text, 1), reader.path) if text else None
     stored = {name: reader.stored(entries) for name, entries in saved.items()}
     stored |= own(stored)
-    load = plan_model(target.state.model, stored, versions=versions, rules=target.rules, say=target.left.say)
+    module, elsewhere, rules = target.state.model, target.elsewhere, target.rules
+    load = plan_model(module, stored, versions=versions, elsewhere=elsewhere, rules=rules, say=target.left.say)
 
     def load_and_close() -> dict[str, torch.dtype]:
         with reader.files:

@@ -162,6 +162,8 @@ class EmergencyFormat:
         tree = _snapshot(shared, directory)
 
         def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
+            if target.elsewhere:
+                target.rules.check_renames(tree["model"])
             return plan_model(
                 module,
                 {**tree["model"], **own(tree["model"])},

@@ -48,10 +48,13 @@ def absolute_dir(given: str | os.PathLike[str], name: str) -> Path:
     """Return the absolute path of a directory, which may not exist; ``name`` is the caller's name for it.
 
     Raises:
-        ConfigError: It is a URL, or no path.
+        ConfigError: It is a URL, empty, or no path.
     """
     try:
-        return Path(directory_path(os.fspath(given))).absolute()
+        path = os.fspath(given)
+        if not path or "\0" in path:
+            raise TypeError
+        return Path(directory_path(path)).absolute()
     except TypeError:
         raise ConfigError(f"{name} is {given!r}; it must be the path of a directory.") from None
     except WrongValue as wrong:

@@ -39,6 +39,13 @@ def use_keys(signing_key: str | Path | None = None, verify_keys: Iterable[str | 
     Raises:
         ConfigError: A file is missing, unsafe or not such a key; or this process uses other keys already.
     """
+    if isinstance(verify_keys, str | os.PathLike) or not isinstance(verify_keys, Iterable):
+        raise ConfigError(
+            f"verify_keys is {verify_keys!r}; it must be a list of files.", hint="Write verify_keys=[...]."
+        )
+    for path in (*verify_keys, *([signing_key] if signing_key is not None else [])):
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"signing_key or verify_keys has {path!r}, which is not the path of a file.")
     public = [_public_key(Path(path)) for path in verify_keys]
     private = _private_key(Path(signing_key)) if signing_key is not None else None
     if private is None and not public:

@@ -161,7 +161,7 @@ def take_part(rank: int, job: Job) -> Found:
     except CkptMirrorError as error:
         return Found(failed=str(error), hint=error.hint)
     try:
-        renames = {"layers.*": f"{job.called}.*"} if job.called != "layers" else None
+        renames = {f"layers.{one}.*": f"{job.called}.{one}.*" for one in LAYERS} if job.called != "layers" else None
         start = manager.resume(state, rename=renames)
         if start is not None:
             found = Found(start.step, start.kind, values(state))

@@ -182,7 +182,9 @@ def test_push_of_a_directory_without_saves_leaves_it_as_it_is(tmp_path: Path):
         *({"kinds": ()}, {"kinds": "dcp"}, {"kinds": ("zip",)}, {"mode": "fast"}),
         *({"retention": 2}, {"timeout_s": "x"}, {"timeout_s": -1}),
         *({"workers_per_mirror": given} for given in (0, True, None, "2")),
-        *({"state_dir": 5}, {"persistent_dir": b"kept"}),
+        *({"state_dir": 5}, {"persistent_dir": b"kept"}, {"state_dir": ""}, {"persistent_dir": "a\0b"}),
+        *({"mirrors": None}, {"mirrors": [None]}, {"kinds": 5}, {"signing_key": 5}),
+        *({"verify_keys": "run.pub"}, {"verify_keys": 5}, {"verify_keys": [5]}),
     ],
     ids=str,
 )
@@ -191,6 +193,29 @@ def test_a_wrong_setting_is_refused_before_anything_is_made(setting: dict[str, A
         CheckpointManager(tmp_path / "run", **setting)
     assert_explains(caught.value, 10, next(iter(setting)))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_argument_of_a_call_is_named_and_changes_nothing(tmp_path: Path):
+    state = new_state()
+    with CheckpointManager(tmp_path) as manager:
+        calls: list[tuple[str, Callable[[], object]]] = [
+            ("exclude holds None", lambda: manager.resume(state, exclude=None)),  # type: ignore[arg-type]
+            ("exclude holds 5", lambda: manager.load(state, 1, exclude=5)),  # type: ignore[arg-type]
+        ]
+        for words, call in calls:
+            with pytest.raises(errors.UsageError, match=words):
+                call()
+        manager.resume(state)
+        calls = [
+            ("timeout_s is None", lambda: manager.wait(timeout_s=None)),  # type: ignore[arg-type]
+            ("timeout_s is '9'", lambda: manager.close(timeout_s="9")),  # type: ignore[arg-type]
+            ("timeout_s is -1", lambda: manager.rotate(timeout_s=-1)),
+            ("metrics is 5", lambda: manager.save(1, state, metrics=5)),  # type: ignore[arg-type]
+        ]
+        for words, call in calls:
+            with pytest.raises(errors.UsageError, match=words):
+                call()
+        manager.save(1, state).wait()
 
 
 def test_what_is_passed_as_a_state_and_is_none_is_named(tmp_path: Path):

@@ -13,6 +13,7 @@ from ckptmirror import CheckpointManager, load_checkpoint
 from ckptmirror.core.errors import ConfigError
 from tests.integration.stages_job import (
     LAYERS,
+    WAIT_S,
     Found,
     Job,
     build,
@@ -21,7 +22,7 @@ from tests.integration.stages_job import (
     train,
     values,
 )
-from tests.kit.processes import run_ranks
+from tests.kit.processes import outcome, run_ranks
 from tests.kit.training import running
 
 pytestmark = pytest.mark.long
@@ -124,6 +125,28 @@ def test_stages_are_resumed_by_any_split_under_other_names(tmp_path: Path) -> No
     for split, nodes, kind, step in ((SHARDED, "abab", "emergency", 2), (UNEVEN, "cd", "dcp", 1)):
         job = Job(tmp_path, split, nodes=nodes, mirrored=True, called="blocks")
         check(job, job.run(), step, kind)
+
+
+def rename_what_is_not_there(rank: int, base: Path, kind: str) -> list[str]:
+    state = build(TWO[rank])
+    with CheckpointManager(base / "root", kinds=("dcp",), pp_rank=rank, timeout_s=WAIT_S) as manager:
+        manager.resume(state)
+        train(state, 1)
+        if kind == "dcp":
+            manager.save(1, state).wait()
+        else:
+            manager.save_emergency_checkpoint(1, state)
+        return [
+            outcome(lambda: manager.resume(state, rename={"layrs.*": "layers.*"}, strict=strict))[1]  # noqa: B023
+            for strict in (True, False)
+        ]
+
+
+@pytest.mark.parametrize("kind", ["dcp", "emergency"])
+def test_a_rename_that_fits_no_stage_is_refused_on_each(kind: str, tmp_path: Path) -> None:
+    for raised in run_ranks(2, rename_what_is_not_there, tmp_path, kind):
+        for why in raised:
+            assert "rename holds 'layrs.*', and the save has no tensor of that name" in why
 
 
 def test_one_file_reader_joins_the_stages(tmp_path: Path) -> None:

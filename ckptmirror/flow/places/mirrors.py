@@ -121,6 +121,9 @@ def mirror_specs(mirrors: Iterable[str | MirrorSpec]) -> list[MirrorSpec]:
     """
     if isinstance(mirrors, str | MirrorSpec):
         raise ConfigError("mirrors is a list of URLs, not one URL.", hint="Write mirrors=[...].")
+    mirrors = list(mirrors) if isinstance(mirrors, Iterable) else [mirrors]
+    if wrong := [one for one in mirrors if not isinstance(one, str | MirrorSpec)]:
+        raise ConfigError(f"mirrors has {wrong[0]!r}, which is not a URL.", hint='Write mirrors=["gs://bucket/run"].')
     specs: list[MirrorSpec] = []
     for given in mirrors:
         spec = given if isinstance(given, MirrorSpec) else MirrorSpec(given)
