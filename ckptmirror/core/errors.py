@@ -253,7 +253,7 @@ class AttemptFenced(CkptMirrorError):
     """A newer attempt of this run has started, so this one commits nothing more."""
 
     exit_code = 7
-    hint = "Stop this process; the newer attempt continues the run."
+    hint = "Stop this process. If no newer attempt runs, start the run again: it continues from what is committed."
 
 
 class NameTaken(CkptMirrorError):
