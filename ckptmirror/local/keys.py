@@ -43,6 +43,7 @@ def use_keys(signing_key: str | Path | None = None, verify_keys: Iterable[str | 
         raise ConfigError(
             f"verify_keys is {verify_keys!r}; it must be a list of files.", hint="Write verify_keys=[...]."
         )
+    verify_keys = list(verify_keys)
     for path in (*verify_keys, *([signing_key] if signing_key is not None else [])):
         if not isinstance(path, str | os.PathLike):
             raise ConfigError(f"signing_key or verify_keys has {path!r}, which is not the path of a file.")

@@ -669,6 +669,7 @@ def test_a_process_has_one_set_of_keys_and_signs_if_it_demands(tmp_path: Path, k
         CheckpointManager(tmp_path / "root", verify_keys=keys["verify_keys"])
     as_process(**keys)
     use_keys(**keys)
+    use_keys(keys["signing_key"], iter(keys["verify_keys"]))
     use_keys()
     with pytest.raises(ConfigError, match="other keys"):
         use_keys(**make_key(tmp_path / "other"))

@@ -512,10 +512,11 @@ class Node:
         self._behind &= {meta.save_id for meta in whole}  # of the others this node has no part
         if not self._behind or not self._has_safe_save():
             return
-        if self._workers is not None and not self._has_sent_what_is_behind():
+        workers = self._workers
+        if workers is not None and not self._has_sent_what_is_behind():
             self.table.end_delays(mirrors)  # they waited for the save that is safe now
-            self._workers.notify()
-            self._workers.wait_until_verified(self._has_sent_what_is_behind, _BEHIND_WAIT_S)
+            workers.notify()
+            workers.wait_until_verified(self._has_sent_what_is_behind, _BEHIND_WAIT_S)
         for meta in whole:
             if meta.save_id in self._behind and self._only_waits_for_nodes(meta.save_id, mirrors):
                 why = f"step {meta.step} is abandoned: no disk of this job has the rest, and the run went on without it"
