@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckptmirror.core.errors import IntegrityError
-from ckptmirror.core.name_rules import NameRules
+from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.names import match_names
 
@@ -62,7 +62,7 @@ def join_groups(saved: Any) -> Any:
 
 
 def elsewhere_in(
-    saved: Iterable[str], live: Iterable[str], elsewhere: frozenset[str], rules: NameRules
+    saved: Iterable[str], live: Iterable[str], elsewhere: frozenset[str], rules: NameRules = ALL_NAMES
 ) -> Callable[[str], bool]:
     """Return a function that says of a saved name whether only other ranks hold what it names.
 

@@ -24,6 +24,7 @@ from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.ranks.stop import StopRequest
+from tests.kit.training import without_workers
 
 __all__ = ["STORIES", "make_state", "same_state"]
 
@@ -64,15 +65,16 @@ def _same(one: Any, other: Any) -> bool:
 
 def start(place: Path, *, workers: int = 1, keep_last: int | None = None, mirrored: bool = True) -> CheckpointManager:
     """Make a manager as a trainer would, over the root, the mirror, and the persistent directory if there is one."""
-    return CheckpointManager(
+    manager = CheckpointManager(
         place / "root",
         [f"file://{place}/mirror"] if mirrored else [],
         mode="blocking",
-        workers_per_mirror=workers,
+        workers_per_mirror=max(workers, 1),
         retention=Retention(keep_last=keep_last),
         timeout_s=LIMIT_S,
         persistent_dir=place / "persistent" if (place / "persistent").is_dir() else None,
     )
+    return manager if workers else without_workers(manager)
 
 
 def resumed(manager: CheckpointManager, policy: str | int = "auto") -> int | None:

@@ -33,7 +33,7 @@ from tests.kit.cli import run
 from tests.kit.faults import DiskFault, failing, flip_bit
 from tests.kit.quota import quota_of_tables
 from tests.kit.roots import content, leftovers, make_mirrored, make_pending, whole
-from tests.kit.training import everything, new_state, same, saved_run, train
+from tests.kit.training import everything, new_state, same, saved_run, train, without_workers
 
 pytestmark = pytest.mark.long
 
@@ -95,7 +95,7 @@ def test_i12_a_disk_that_is_full_at_any_step_of_a_save_costs_that_save_at_most(
     lasting: bool, code: int, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    manager = CheckpointManager(root, [f"file://{tmp_path}/mirror"], workers_per_mirror=0)
+    manager = without_workers(CheckpointManager(root, [f"file://{tmp_path}/mirror"]))
     state = new_state()
     manager.resume(state)
     train(state)

@@ -206,7 +206,7 @@ def _as_user(work: Callable[[Path], object], place: Path, user: int, mask: int, 
 
 
 def _save_without_upload(place: Path) -> None:
-    with running(place / "root", f"file://{place}/mirror", workers_per_mirror=0) as manager:
+    with running(place / "root", f"file://{place}/mirror", uploads=False) as manager:
         state = new_state()
         manager.resume(state)
         train(state)

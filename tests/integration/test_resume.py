@@ -169,7 +169,7 @@ def test_i11_a_start_that_fails_fences_no_healthy_trainer(tmp_path: Path, wrong:
 def test_i11_an_attempt_that_died_before_its_first_save_supersedes_nothing(tmp_path: Path) -> None:
     """It continued from step 1, all that the mirror had; step 2 of the attempt before it arrives there later."""
     saved_run(tmp_path / "first", (1,), MIRROR)
-    with running(tmp_path / "first", MIRROR, workers_per_mirror=0) as manager:
+    with running(tmp_path / "first", MIRROR, uploads=False) as manager:
         state = new_state()
         manager.resume(state)
         train(state)

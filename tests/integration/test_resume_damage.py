@@ -240,7 +240,7 @@ def test_i12_the_next_start_carries_on_after_a_loss(tmp_path: Path, loss: str) -
         state = new_state()
         manager.resume(state)
         manager.save(1, state).wait("mirrored", timeout_s=30)
-    with running(root, url, workers_per_mirror=0) as manager:
+    with running(root, url, uploads=False) as manager:
         state = new_state()
         manager.resume(state)
         manager.save(2, state).wait()  # committed, and never sent by this process

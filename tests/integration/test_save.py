@@ -80,7 +80,7 @@ def test_snapshot_is_isolated_from_inplace_update_of_the_next_steps(tmp_path: Pa
 
 
 def test_i3_a_save_is_committed_only_after_files_records_and_meta_are_durable_in_this_order(tmp_path: Path) -> None:
-    with running(tmp_path / "root", f"file://{tmp_path}/mirror", workers_per_mirror=0) as manager:
+    with running(tmp_path / "root", f"file://{tmp_path}/mirror", uploads=False) as manager:
         state = new_state()
         manager.resume(state)
         crashpoints.arm()
@@ -344,7 +344,7 @@ def test_i5_no_save_replaces_a_file_that_somebody_put_there(tmp_path: Path) -> N
 
 
 def test_table_records_exist_for_every_artifact_and_mirror(tmp_path: Path) -> None:
-    with running(tmp_path / "r", f"file://{tmp_path}/a", f"file://{tmp_path}/b", workers_per_mirror=0) as manager:
+    with running(tmp_path / "r", f"file://{tmp_path}/a", f"file://{tmp_path}/b", uploads=False) as manager:
         state = new_state()
         manager.resume(state)
         manager.save(1, state).wait()

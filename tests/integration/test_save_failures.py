@@ -36,7 +36,7 @@ from tests.integration.save_ranks_job import no_large_files
 from tests.kit.faults import DiskFault, failing, faulty, refusing
 from tests.kit.faulty_store import StoreFault
 from tests.kit.roots import leftovers, whole
-from tests.kit.training import new_state, running, saved_run
+from tests.kit.training import new_state, running, saved_run, without_workers
 
 MIB = 1024 * 1024
 MIRROR = "memory://test-save/run"
@@ -195,7 +195,7 @@ def test_close_with_deadline_reports_unsent(tmp_path: Path) -> None:
 
 def test_closing_again_raises_again_until_everything_is_verified(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/mirror"
-    manager = CheckpointManager(tmp_path / "root", [url], workers_per_mirror=0)
+    manager = without_workers(CheckpointManager(tmp_path / "root", [url]))
     manager.resume(new_state())
     manager.save(1, new_state()).wait()
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_next_process_continues_the_queue(tmp_path: Path) -> None:
     """What one process could not send, the next one sends without being told."""
     mirror = tmp_path / "mirror"
     url = f"file://{mirror}"
-    manager = CheckpointManager(tmp_path / "root", [url], workers_per_mirror=0)
+    manager = without_workers(CheckpointManager(tmp_path / "root", [url]))
     state = new_state()
     manager.resume(state)
     manager.save(1, state).wait()

@@ -100,10 +100,19 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def without_workers(manager: CheckpointManager) -> CheckpointManager:
+    """Let a manager that has not resumed upload nothing."""
+    if manager._node is not None:
+        manager._node._workers_per_mirror = 0
+    return manager
+
+
 @contextmanager
-def running(root: Path, *mirrors: Any, **more: Any) -> Iterator[CheckpointManager]:
+def running(root: Path, *mirrors: Any, uploads: bool = True, **more: Any) -> Iterator[CheckpointManager]:
     """A manager that is closed whatever happens, without waiting for a mirror."""
     manager = CheckpointManager(root, mirrors, **more)
+    if not uploads:
+        without_workers(manager)
     try:
         yield manager
     finally:
