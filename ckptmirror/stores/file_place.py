@@ -157,10 +157,11 @@ class Place:
             os.close(descriptor)
 
     def _open_root(self, make: bool) -> int:
+        known = self._id  # read it before looking: another thread may make the directory meanwhile
         try:
             return os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            if self._id is not None:
+            if known is not None:
                 raise self._vanished("it was there before") from None
             self._refuse_empty_mount_point()
             if not self._root.parent.is_dir():
