@@ -384,3 +384,22 @@ def test_a_kill_at_any_point_leaves_every_object_whole_or_absent(tmp_path: Path)
             store.upload(upload_of("new/dir/x", b"new" * 5000))
         left = [name for name in _files(root) if name.endswith(".tmp")]
         assert all(re.fullmatch(r".*\.[0-9a-f]{16}\.tmp", name) for name in left)
+
+
+def test_a_thread_that_looks_while_another_makes_the_directory_finds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, opens, looks = Place(tmp_path / "mirror", 5.0), os.open, [1]
+
+    def open_as_another_makes_it(*given: Any, **more: Any) -> int:
+        try:
+            return opens(*given, **more)
+        except FileNotFoundError:
+            if looks:
+                looks.pop()
+                place.identity()
+            raise
+
+    monkeypatch.setattr(os, "open", open_as_another_makes_it)
+    assert place.identity()
+    assert not looks
