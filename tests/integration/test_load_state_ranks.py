@@ -52,7 +52,7 @@ def test_a_save_of_this_job_is_loaded_on_every_rank(ranks: Found) -> None:
         assert found["own"][0] == 201
         assert {"model", "optimizer", "rng"} <= set(found["own"][1])
         assert same(found["own weights"], found["older weights"])
-        assert found["prepared"] == [True, 12]  # step and two moments of four parameters, sharded
+        assert found["prepared"] == [True, 8]  # two moments of four parameters, sharded
 
 
 def test_the_leader_says_what_a_reference_means_for_all(ranks: Found) -> None:

@@ -201,7 +201,7 @@ def test_a_save_brought_from_elsewhere_keeps_an_older_one_from_being_gone_on_fro
 def without_required(*lists: Path) -> None:
     """Leave lists of attempts as an older version wrote them: they do not name the required mirrors."""
     for path in lists:
-        path.write_bytes(attempts_to_bytes(replace(attempts_from_bytes(path.read_bytes()), required=())))
+        path.write_bytes(attempts_to_bytes(replace(attempts_from_bytes(path.read_bytes()), requirements=())))
 
 
 @pytest.mark.parametrize("named_by", ["lists", "table"])
