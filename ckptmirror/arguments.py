@@ -253,14 +253,16 @@ def checked_loss(loss: float) -> float:
 
 
 def checked_seconds(timeout_s: float) -> float:
-    """Return the limit of a wait, in seconds; 0 does not wait.
+    """Return the limit of a wait, in seconds; below 0, as what is left of a deadline may be, it does not wait.
 
     Raises:
-        UsageError: It is not a number from 0 up.
+        UsageError: It is not a number.
     """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s >= 0:
-        raise UsageError(f"timeout_s is {timeout_s!r}; it must be a number of seconds, from 0 up.")
-    return float(timeout_s)
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise UsageError(
+            f"timeout_s is {timeout_s!r}; it must be a number of seconds.", hint="Write timeout_s=600.0, for example."
+        )
+    return max(0.0, float(timeout_s))
 
 
 def checked_step(step: int) -> int:

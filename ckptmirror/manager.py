@@ -401,7 +401,7 @@ class CheckpointManager:
         check_is_state(state)
         for name, given in (("metrics", metrics), ("fields", fields)):
             if given is not None and not isinstance(given, Mapping):
-                raise UsageError(f"{name} is {given!r}; it must be a dict.")
+                raise UsageError(f"{name} is {given!r}; it must be a dict.", hint=f'Write {name}={{"loss": 0.5}}.')
         chosen = self.kinds if kinds is None else checked_kinds(kinds)
         if self._stages.of_ranks:
             check_kinds_of_stages(chosen)
@@ -487,7 +487,8 @@ class CheckpointManager:
             BackgroundSaveFailed: A save failed or was skipped, and no call has raised that yet.
             AttemptFenced: A newer attempt has started, so nothing more is sent.
         """
-        deadline = time.monotonic() + checked_seconds(timeout_s)
+        timeout_s = checked_seconds(timeout_s)
+        deadline = time.monotonic() + timeout_s
         self._started().wait_over(timeout_s)
         raise_skipped(self._skipped)
         if until == "mirrored" and not self._wait_mirrored(None, max(0.0, deadline - time.monotonic())):
@@ -500,7 +501,7 @@ class CheckpointManager:
         Before each deletion it asks the mirrors, whose answers have limits of their own: a hanging one costs minutes.
         """
         self._check_open()
-        checked_seconds(timeout_s)
+        timeout_s = checked_seconds(timeout_s)
         return self._node.rotate_now(timeout_s) if self._node is not None else None
 
     # -- end ------------------------------------------------------------------------------------------------
@@ -530,7 +531,7 @@ class CheckpointManager:
                 f"stop={stop!r} is not a StopRequest.",
                 hint="Pass the one that the training loop asks: stop = StopRequest().install().",
             )
-        checked_seconds(timeout_s)
+        timeout_s = checked_seconds(timeout_s)
         self._closed = True
         stopped = False
 

@@ -209,13 +209,14 @@ def test_a_wrong_argument_of_a_call_is_named_and_changes_nothing(tmp_path: Path)
         calls = [
             ("timeout_s is None", lambda: manager.wait(timeout_s=None)),  # type: ignore[arg-type]
             ("timeout_s is '9'", lambda: manager.close(timeout_s="9")),  # type: ignore[arg-type]
-            ("timeout_s is -1", lambda: manager.rotate(timeout_s=-1)),
+            ("timeout_s is nan", lambda: manager.rotate(timeout_s=float("nan"))),
             ("metrics is 5", lambda: manager.save(1, state, metrics=5)),  # type: ignore[arg-type]
         ]
         for words, call in calls:
             with pytest.raises(errors.UsageError, match=words):
                 call()
         manager.save(1, state).wait()
+        manager.close(timeout_s=-0.5)  # what was left of a deadline
 
 
 def test_what_is_passed_as_a_state_and_is_none_is_named(tmp_path: Path):
