@@ -1,10 +1,12 @@
 """One seed for the whole run, chosen before its worker processes start, so that all of them collect the same tests.
 
-Hypothesis fails no test because the machine is slow or busy. SIGINT is heard, also where the caller ignores it.
+While tests that failed last are remembered, the seed is theirs: some are named after it, and `make test-again` has to
+find them. Hypothesis fails no test because the machine is slow. SIGINT is heard, also where the caller ignores it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import shutil
@@ -19,11 +21,18 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+_SEED = "ckptmirror/campaign-seed"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Choose the seed of the campaigns unless it is given, and no patience for minutes; workers inherit both."""
     os.environ.setdefault("CKPTMIRROR_RETRY_S", "8")
-    os.environ.setdefault("CKPTMIRROR_CAMPAIGN_SEED", str(random.SystemRandom().randrange(1_000_000)))
+    cache = getattr(config, "cache", None)  # None with -p no:cacheprovider
+    failed = cache is not None and cache.get("cache/lastfailed", {})
+    seed = cache.get(_SEED, "") if failed else ""
+    seed = os.environ.setdefault("CKPTMIRROR_CAMPAIGN_SEED", seed or str(random.SystemRandom().randrange(1_000_000)))
+    if cache is not None and not hasattr(config, "workerinput"):
+        cache.set(_SEED, seed)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,6 +41,14 @@ def _ctrl_c_is_heard() -> Iterator[None]:
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, earlier)
+
+
+@pytest.fixture(autouse=True)
+def _log_level_is_kept() -> Iterator[None]:
+    """`--verbose` sets the level of the root logger: no test that runs a verb in its own process changes the next."""
+    earlier = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(earlier)
 
 
 @pytest.fixture

@@ -239,10 +239,10 @@ def _count_here(
     here: set[str],
     answering: dict[str, Seen],
 ) -> None:
-    """Add the attempts that have saves on this disk alone, oldest first, each while it is a fast-forward."""
+    """Add the attempts that have saves on this disk alone, newest first, each while it is a fast-forward."""
     there = {save_id for seen in answering.values() for save_id in seen.readable}
     committed = [save for save in saves if save.save_id in there]
-    for one in sorted(here & attempts.keys() - counting, key=lambda one: (attempts[one].number, one)):
+    for one in sorted(here & attempts.keys() - counting, key=lambda one: (attempts[one].number, one), reverse=True):
         if is_forward(list(attempts.values()), committed, counting, one):
             counting.add(one)
             committed += [save for save in saves if save.attempt == one and save not in committed]

@@ -121,11 +121,11 @@ def _attempts(places: Iterable[Seen]) -> dict[str, KnownAttempt]:
 def _count_on_disk(
     attempts: dict[str, KnownAttempt], saves: list[SeenSave], counting: set[str], disk: Seen, there: list[Seen]
 ) -> None:
-    """Add the attempts whose saves are on these disks alone, oldest first, each while it is a fast-forward."""
+    """Add the attempts whose saves are on these disks alone, newest first, each while it is a fast-forward."""
     mirrored = {save_id for place in there for save_id in place.whole()}
     committed = [save for save in saves if save.save_id in mirrored]
     here = {meta.attempt.id for meta, _ in disk.whole().values() if meta.staged_from is None} & attempts.keys()
-    for one in sorted(here - counting, key=lambda one: (attempts[one].number, one)):
+    for one in sorted(here - counting, key=lambda one: (attempts[one].number, one), reverse=True):
         if is_forward(list(attempts.values()), committed, counting, one):
             counting.add(one)
             committed += [save for save in saves if save.attempt == one and save not in committed]

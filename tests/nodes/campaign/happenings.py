@@ -94,7 +94,10 @@ def job(world: World, watch: Watch, draw: random.Random) -> None:
 
 
 def two_at_once(world: World, watch: Watch, draw: random.Random) -> None:
-    """Two jobs start at once, on nodes of their own. Each may find on a mirror what the other has just sent there."""
+    """Two jobs start at once, on nodes of their own. Each may find on a mirror what the other has just sent there.
+
+    Where both begin a run, one may find files of the other's first save before its meta, and refuses.
+    """
     free = world.free
     if len(free) < 2:
         return
@@ -113,7 +116,10 @@ def two_at_once(world: World, watch: Watch, draw: random.Random) -> None:
     run_jobs(world, jobs)
     own = {one.save_id for job in jobs for one in job.all_said(Committed)}
     for job, expected in zip(jobs, allowed, strict=True):
+        if own and any(one.does == "step 0" for one in expected):
+            expected.append(Allowed("refuse", "there are files of the other's first save, and no meta yet"))
         _check_start(world, job, expected, disturbed=True, also=own)
+    world.refused &= not own
 
 
 def run_job(
