@@ -27,7 +27,7 @@ from ckptmirror.flow.status import read_status
 from ckptmirror.ranks.single import SingleRank
 from ckptmirror.stores import open_store
 from ckptmirror.testing import Fault, GcsServerProcess
-from tests.kit.claiming import claim_run, down, opened
+from tests.kit.claiming import claim_run, down, drain_confirmation, opened
 from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.mirrors import memory_url
 from tests.kit.saves import make_save, put_on_mirror
@@ -199,6 +199,49 @@ def test_an_attempt_finishes_what_it_left_behind_on_no_mirror_before_a_save_of_i
     put_on_mirror(other.store, tmp_path / "left", left)
     standing = mirror_catalog(other).lineage().standing_by_save()
     assert standing == {first.save_id: "current", mine.save_id: "current", left.save_id: "superseded"}
+
+
+def test_an_attempt_asks_anew_before_its_first_commit_what_a_drain_elsewhere_has_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The drain changes no list. An attempt that had asked before, for an older save, committed over it."""
+    mirror = opened(memory_url())
+    root, gone = tmp_path / "root", tmp_path / "gone"
+    older = claim_run(gone, mirror)
+    first, left = (make_save(gone, 100 * n, ("model",), older.attempt, n, run_id=older.run_id) for n in (1, 2))
+    put_on_mirror(mirror.store, gone, first)
+    heir = claim_run(root, mirror)
+    heir.confirm(mirror, first)
+    drain = drain_confirmation(gone, mirror)
+    for is_part in (True, False, False):
+        drain(mirror, left, is_part=is_part)
+    (said,) = (record.getMessage() for record in caplog.records if record.name == "ckptmirror.claim")
+    assert said == (
+        f"{mirror.url} lists attempt 1 ({heir.attempt.id[:8]}), which began from step 100 and has no save there yet; "
+        "the run now continues from step 200. If that attempt still trains, it stops at its first commit: start it "
+        "again, and it continues from step 200"
+    )
+    put_on_mirror(mirror.store, gone, left)
+    with pytest.raises(AttemptFenced, match="has committed, and did not start from it"):
+        heir.confirm(mirror, make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id))
+
+
+def test_a_drain_asks_anew_whether_an_attempt_that_was_listed_before_has_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = opened(memory_url())
+    root, gone = tmp_path / "root", tmp_path / "gone"
+    older = claim_run(gone, mirror)
+    first, left = (make_save(gone, 100 * n, ("model",), older.attempt, n, run_id=older.run_id) for n in (1, 2))
+    put_on_mirror(mirror.store, gone, first)
+    heir = claim_run(root, mirror)
+    drain = drain_confirmation(gone, mirror)
+    drain(mirror, first)
+    mine = make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id)
+    heir.confirm(mirror, mine)
+    put_on_mirror(mirror.store, root, mine)
+    drain(mirror, left)
+    assert caplog.records == []  # it is superseded, and fences nobody
 
 
 def test_i11_a_save_that_a_zombie_commits_after_its_successors_is_superseded(tmp_path: Path) -> None:

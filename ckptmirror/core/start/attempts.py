@@ -47,10 +47,12 @@ __all__ = [
     "claim_from",
     "count",
     "drained_list",
+    "is_settled",
     "left_behind",
     "may_commit",
     "may_drain",
     "mirror_list",
+    "overtaken_by",
     "rival_of",
 ]
 
@@ -392,6 +394,36 @@ def left_behind(evidence: Evidence, mirror: str, attempt: str, save: SaveFacts) 
     if not is_fast_forward(known, saves, before, attempt):
         return False
     return not is_fast_forward(known, _merged([*saves, save]), {*before, save.attempt}, attempt)
+
+
+def is_settled(evidence: Evidence) -> bool:
+    """Return whether the newest attempt that any place names counts on a mirror.
+
+    If so, no other attempt can come to count before a list changes. If not, one that is listed may do so by a commit.
+
+    Raises:
+        LineageError: The lists contradict one another.
+    """
+    counted = count(evidence, mirrors_only=True)
+    newest = max(counted.heard.values(), key=_age, default=None)
+    return newest is not None and newest.id in counted.counting
+
+
+def overtaken_by(evidence: Evidence, mirror: str, save: SaveFacts) -> Attempt | None:
+    """Return the newest attempt that a mirror lists, if it has no save there yet and this one would fence it.
+
+    It may be training at this moment, or have died soon after its claim: no list tells.
+
+    Raises:
+        LineageError: The lists contradict one another.
+    """
+    there = evidence.row(mirror)
+    known = count(evidence, mirrors_only=True).known
+    listed = [known[one] for one in _ids(there, Voice.CLAIMED) if one in known] if there is not None else []
+    newest = max(listed, key=_age, default=None)
+    if newest is None or newest.id == save.attempt or not left_behind(evidence, mirror, newest.id, save):
+        return None
+    return newest
 
 
 def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:

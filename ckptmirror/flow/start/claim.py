@@ -9,7 +9,7 @@ Rules:
   attempt is fenced for good, and records it for the next start.
 * A mirror that did not answer is claimed later, before anything is sent to it.
 * An attempt's first commit on a mirror asks all mirrors. So does each commit of an earlier attempt's save, and each
-  commit of a drain, which is not an attempt.
+  commit of a drain, which is not an attempt. They ask anew unless nothing can have changed since.
 """
 
 from __future__ import annotations
@@ -37,7 +37,17 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import AttemptList, Meta, new_id
 from ckptmirror.core.problems import facts_of
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.core.start.attempts import Claim, Verdict, drained_list, left_behind, may_commit, may_drain, mirror_list
+from ckptmirror.core.start.attempts import (
+    Claim,
+    Verdict,
+    drained_list,
+    is_settled,
+    left_behind,
+    may_commit,
+    may_drain,
+    mirror_list,
+    overtaken_by,
+)
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.core.start.disks import seen_by_its_job
 from ckptmirror.core.start.explain import with_root
@@ -80,25 +90,34 @@ class _Places:
         self._last: tuple[tuple[int | str, ...], Survey] | None = None
 
     def survey(self) -> Survey:
-        """Ask all places, unless no mirror's list has changed: then no unknown attempt can have committed."""
+        """Ask all places, unless no mirror's list has changed and no attempt can begin to count without that."""
         lists = tuple(_list_of(mirror) for mirror in self._mirrors)
-        if self._last is None or self._last[0] != lists:
-            self._last = (lists, self._look())
-        return self._last[1]
-
-    def _look(self) -> Survey:
+        if self._last is not None and self._last[0] == lists:
+            return self._last[1]
         here = look_at_disk(self._root, self._table, self._identity())
-        return survey([here], self._mirrors, cache=self._cache)
+        seen = survey([here], self._mirrors, cache=self._cache)
+        self._last = (lists, seen) if is_settled(seen.evidence) else None
+        return seen
 
-    def is_left_behind(self, mirror: Mirror, attempt: str, meta: Meta) -> bool:
-        """Whether a save of an earlier attempt would fence this one, which has committed nothing on the mirror yet."""
-        save = facts_of(meta)
-        if not left_behind(self.survey().evidence, mirror.url, attempt, save):
-            return False
-        self._last = None  # this attempt may have committed since, which no list shows
-        return left_behind(self.survey().evidence, mirror.url, attempt, save)
+    def check_earlier(self, mirror: Mirror, attempt: str, meta: Meta) -> None:
+        """Check that an attempt may commit a save of an earlier one.
 
-    def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey | None = None) -> None:
+        Raises:
+            NodeBehind: It would fence this attempt, which has committed nothing on the mirror yet; or see
+                :meth:`check_drained`, whose errors it raises, too.
+        """
+        seen = self.survey()
+        if self._last is not None and left_behind(seen.evidence, mirror.url, attempt, facts_of(meta)):
+            self._last = None  # this attempt may have committed since, which no list shows
+            seen = self.survey()
+        if left_behind(seen.evidence, mirror.url, attempt, facts_of(meta)):
+            raise NodeBehind(
+                f"Step {meta.step} is of an earlier attempt, and training did not continue from it: it waits "
+                f"until {mirror.url} has a save of this attempt."
+            )
+        self.check_drained(mirror, meta, seen)
+
+    def check_drained(self, mirror: Mirror, meta: Meta, seen: Survey) -> None:
         """Check that a save of an earlier attempt may be committed.
 
         Raises:
@@ -106,7 +125,7 @@ class _Places:
             StoreTemporary: It must wait for a silent mirror.
             StorePermanent: Never: the run continued without the save.
         """
-        verdict = may_drain((seen or self.survey()).evidence, mirror.url, facts_of(meta))
+        verdict = may_drain(seen.evidence, mirror.url, facts_of(meta))
         if verdict.may == "behind" and verdict.rival is not None:
             raise NodeBehind(
                 f"Step {meta.step} waits until {mirror.url} has a save of attempt {verdict.rival.number} "
@@ -262,12 +281,7 @@ class RunClaim:
             if meta is None:
                 return
             if meta.attempt.id != self.attempt.id:
-                if self._places.is_left_behind(mirror, self.attempt.id, meta):
-                    raise NodeBehind(
-                        f"Step {meta.step} is of an earlier attempt, and training did not continue from it: it waits "
-                        f"until {mirror.url} has a save of this attempt."
-                    )
-                self._places.check_drained(mirror, meta)
+                self._places.check_earlier(mirror, self.attempt.id, meta)
                 return
             if is_part or mirror.url in self._may_commit:
                 return
@@ -373,8 +387,9 @@ class DrainConfirmation:
     def __init__(self, root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> None:
         self._root = root
         self._places = _Places(root, table, mirrors, {})
+        self._told: set[tuple[str, str]] = set()
 
-    def __call__(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:  # noqa: ARG002
+    def __call__(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:
         """Check that a save, or a node's part of it, may be published, and add its attempt to the mirror's list.
 
         Raises:
@@ -389,9 +404,29 @@ class DrainConfirmation:
         jobs = read_root_id(self._root).jobs
         seen = replace(seen, evidence=seen_by_its_job(seen.evidence, meta.attempt.id, jobs))
         self._places.check_drained(mirror, meta, seen)
+        if not is_part:
+            self._tell_of_an_overtaken_attempt(mirror, meta, seen)
         wanted = drained_list(seen.evidence, mirror.url, meta.attempt, meta.run_id, there)
         if there is None or attempts_to_bytes(there) != attempts_to_bytes(wanted):
             try:
                 mirror.store.write(names.WRITER_NAME, attempts_to_bytes(wanted), if_generation=generation)
             except PreconditionFailed as error:
                 raise Temporary(f"{mirror.url}/{names.WRITER_NAME} has been changed since.") from error
+
+    def _tell_of_an_overtaken_attempt(self, mirror: Mirror, meta: Meta, seen: Survey) -> None:
+        """Log once that a job, if it trains, will be fenced by this commit (docs/adr/0014)."""
+        attempt = overtaken_by(seen.evidence, mirror.url, facts_of(meta))
+        if attempt is None or (mirror.url, meta.save_id) in self._told:
+            return
+        self._told.add((mirror.url, meta.save_id))
+        begins = f"from step {attempt.parent.step}" if attempt.parent is not None else "at step 0"
+        save_logger(_log, mirror=mirror.url).warning(
+            "%s lists attempt %d (%s), which began %s and has no save there yet; the run now continues from step %d. "
+            "If that attempt still trains, it stops at its first commit: start it again, and it continues from step %d",
+            mirror.url,
+            attempt.number,
+            attempt.id[:8],
+            begins,
+            meta.step,
+            meta.step,
+        )

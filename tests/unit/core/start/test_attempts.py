@@ -8,7 +8,16 @@ import pytest
 from start_rows import BOTH, ELSEWHERE, HERE, evidence, place, ref, save, silent
 
 from ckptmirror.core.model import Attempt
-from ckptmirror.core.start.attempts import claim_from, count, may_commit, may_drain, mirror_list, rival_of
+from ckptmirror.core.start.attempts import (
+    claim_from,
+    count,
+    is_settled,
+    may_commit,
+    may_drain,
+    mirror_list,
+    overtaken_by,
+    rival_of,
+)
 from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Origin, Part, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
 from tests.kit.cost import calls_of, steps_of
@@ -93,6 +102,27 @@ def test_a_drain_finishes_no_save_that_a_newer_attempt_of_this_disk_left_behind_
     assert may_drain(evidence(here, *both((A, B, c), (A1, c1))), "gs://a", B1).may != "behind"
     parts = replace(place(DISK, (A, B, c), (B1,)), parts=(Part(c1, c1.kinds, (0,), 2, Origin.SAVED_HERE, "part"),))
     assert may_drain(evidence(parts, *both((A, B, c), (A1,))), "gs://a", B1).may == "behind"
+
+
+def test_a_drain_finishes_what_an_attempt_that_has_only_claimed_left_behind_and_can_name_it() -> None:
+    """It may be dead: an attempt counts from its first save (docs/adr/0014)."""
+    here = place(DISK, (A,), (A1, A2))
+    claimed = evidence(here, *both((A, B), (A1,)))
+    assert may_drain(claimed, "gs://a", A2).may == "commit"
+    assert overtaken_by(claimed, "gs://a", A2) == B
+    assert overtaken_by(claimed, "gs://a", A1) is None  # B began from it
+    assert overtaken_by(evidence(here, *both((A,), (A1,))), "gs://a", A2) is None
+    assert overtaken_by(evidence(here, *both((A, B), (A1, B1))), "gs://a", A2) is None
+    later = Attempt("C", 2, ref(A2), root=ELSEWHERE)
+    assert overtaken_by(evidence(here, *both((A, B, later), (A1,))), "gs://a", A2) is None  # B is fenced already
+
+
+def test_a_listed_attempt_that_does_not_count_yet_may_begin_to_at_any_time() -> None:
+    assert is_settled(evidence(place(DISK, (A,)), *both((A,), (A1,))))
+    assert not is_settled(evidence(place(DISK, (A,)), *both((A, B), (A1,))))
+    assert not is_settled(evidence(place(DISK, (A, B), (B1,)), *both((A,), (A1,))))
+    assert is_settled(evidence(place(DISK, (A,)), *both((A, B), (A1, B1))))
+    assert not is_settled(evidence(place(DISK), *both((), ())))
 
 
 def test_what_ran_apart_is_named_as_such() -> None:
