@@ -59,10 +59,15 @@ def plain_reason(reason: str) -> str:
     return printable_line(re.sub(rf"\b(?:{'|'.join(errors.__all__)}): ", "", reason))
 
 
-def behind_text(reason: str) -> str:
-    """Return why a save waits for another node, and what sends it: to a mirror that a person pushed to, a push."""
+def behind_text(reason: str, *, is_over: bool = True) -> str:
+    """Return why a save waits for another node, and what sends it: to a mirror that a person pushed to, a push.
+
+    Args:
+        is_over: Whether nothing here asks for it any more, so that another drain has to.
+    """
     there = "`ckptmirror drain` there sends it (a mirror that was pushed to: `ckptmirror push --mirror URL` there)"
-    return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, {there}"
+    here = ", and one here then records it: `ckptmirror drain`" if is_over else ""
+    return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, {there}{here}"
 
 
 def on_no_mirror(step: int, copy: Path | None, is_here: bool) -> str:

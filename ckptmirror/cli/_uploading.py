@@ -33,7 +33,9 @@ def showing(pace: Pace) -> Callable[[Drained], None]:
         for wait in at.seen.waits:
             if is_behind_text(wait.reason) and wait.reason not in printed and not moves_cursor():  # a bar shows it
                 printed.add(wait.reason)
-                print(f"waiting for another node: {behind_text(wait.reason)}", file=sys.stderr, flush=True)
+                print(
+                    f"waiting for another node: {behind_text(wait.reason, is_over=False)}", file=sys.stderr, flush=True
+                )
         doing = []
         if at.seen.sending:
             doing.append(f"sending {_files(at.seen.sending)}")

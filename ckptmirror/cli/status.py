@@ -123,7 +123,7 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
         what = "no required mirror is configured; the local disk holds the only copy"
         return RefusedOnlyCopy, f"NOT SAFE: {what}; `ckptmirror push --mirror URL` makes another"
     if status.unsafe_files and status.unsafe_files == len(status.awaited):
-        what = "NOT SAFE: this node has sent all that it has, and other nodes have not"
+        what = "NOT SAFE: this node has sent all that it has, and when it last asked, other nodes had not"
         return DeadlinePassed, f"{what}: {behind_text(status.awaited[0])}"
     if status.unsafe_files:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""

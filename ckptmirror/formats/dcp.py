@@ -166,11 +166,13 @@ def _of_first_rank(error: CheckpointException, nodes_of_ranks: Sequence[int]) ->
     """Return the error to raise for torch's: that of the first failed rank, with its number and node."""
     rank, (cause, _) = sorted(error.failures.items())[0]
     others = f" ({len(error.failures)} ranks failed)" if len(error.failures) > 1 else ""
-    where = f"writing kind dcp: {rank_name(rank, nodes_of_ranks)}"
-    if isinstance(cause, CkptMirrorError):
-        return type(cause)(f"{where}: {cause.message}{others}", hint=cause.hint)
     kind = type(cause).__name__
-    return CkptMirrorError(f"{where}: {kind}: {str(cause) or kind}{others}")
+    if isinstance(cause, CkptMirrorError):
+        found = type(cause)(f"writing kind dcp: {cause.message}{others}", hint=cause.hint)
+    else:
+        found = CkptMirrorError(f"writing kind dcp: {kind}: {str(cause) or kind}{others}")
+    found.put_in_front(rank_name(rank, nodes_of_ranks))
+    return found
 
 
 class _Planner(DefaultSavePlanner):

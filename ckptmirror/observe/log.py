@@ -100,7 +100,10 @@ class LogListener:
         if not _log.isEnabledFor(level) or not self._is_due(event):
             return
         found = fields_of(event)
-        _log.log(level, sentence, {**found, "at_root": self._at_root}, extra=found)
+        said = {**found, "at_root": self._at_root}
+        if "%(reason)s;" in sentence:
+            said["reason"] = str(found["reason"]).removesuffix(".")
+        _log.log(level, sentence, said, extra=found)
 
     def _is_due(self, event: events.Event) -> bool:
         match event:

@@ -26,16 +26,18 @@ class Listener:
     def __init__(self) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._socket.settimeout(WAIT_S)
+        self._asked: list[socket.socket] = []  # open until the end: an error would import what it is handled with
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
-    def wait_for_request(self) -> socket.socket:
+    def wait_for_request(self) -> None:
         connection, _ = self._socket.accept()
+        self._asked.append(connection)
         connection.settimeout(WAIT_S)
         assert connection.recv(1)
-        return connection
 
     def close(self) -> None:
-        self._socket.close()
+        for one in (self._socket, *self._asked):
+            one.close()
 
 
 @pytest.fixture
@@ -112,7 +114,7 @@ def imported_by(verb: str, folder: Path, env: dict[str, str], listener: Listener
         if verb in ASK_NO_MIRROR:
             assert process.wait(WAIT_S) == 0
         else:
-            listener.wait_for_request().close()
+            listener.wait_for_request()
     finally:
         process.kill()
         process.wait()

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,32 @@ def test_a_rotation_takes_nothing_of_a_step_that_is_being_staged(place: Mirrored
         assert finish_interrupted(place.root, place.table, place.mirrors) == []
         assert all((place.root / path).exists() for path in held)
     assert len(finish_interrupted(place.root, place.table, place.mirrors)) == 1
+
+
+def test_a_rotation_keeps_a_save_while_its_step_is_being_staged(place: MirroredRoot) -> None:
+    """The stage keeps what the save has on this disk and brings only the rest; it published a meta of missing files."""
+    old, _ = two_saves(place)
+    place.upload()
+    lock = place.root / names.CONTROL_DIR / "stage_000100.lock"
+    with exclusive(lock, timeout_s=5.0):
+        assert place.rotate().refused == {old.save_id: "it is being staged into this directory"}
+        assert place.has(old)
+    assert place.rotate().deleted == ((100, old.save_id),)
+    assert not lock.exists()
+
+
+def test_a_rotation_needs_no_room_for_the_lock_of_a_stage(place: MirroredRoot, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, _ = two_saves(place)
+    place.upload()
+    real = rotate_module.exclusive
+
+    def full(path: Path, *, timeout_s: float) -> AbstractContextManager[None]:
+        if path.name.startswith("stage_"):
+            raise LocalStorageFull(f"Cannot write {path}.")
+        return real(path, timeout_s=timeout_s)
+
+    monkeypatch.setattr(rotate_module, "exclusive", full)
+    assert place.rotate().deleted == ((100, old.save_id),)
 
 
 def test_a_save_that_fails_takes_nothing_of_another_with_equal_bytes(place: MirroredRoot) -> None:

@@ -100,9 +100,10 @@ def test_drain_and_status_on_a_node_that_has_sent_its_part_name_the_node_that_th
     assert command in ended.stderr
     status = run("status", root).stdout.splitlines()[0]
     assert status.startswith(
-        "NOT SAFE: this node has sent all that it has, and other nodes have not: step 2: node 1 of"
+        "NOT SAFE: this node has sent all that it has, and when it last asked, other nodes had not: step 2: node 1 of"
     )
     assert command in status
+    assert status.endswith(f"and one here then records it: `ckptmirror drain --root {root}`")
     assert [reason[:14] for reason in json.loads(run("status", root, "--json").stdout)["awaited"]] == ["step 2: node 1"]
     there = run("status", tmp_path / "b").stdout.splitlines()[0]
     assert f"`ckptmirror drain --root {tmp_path}/b` sends them" in there

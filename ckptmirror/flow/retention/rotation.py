@@ -7,6 +7,7 @@ Rules:
   (``why_not_safe``). Anything but a full yes is a refusal with a reason.
 * Files that another program put under a save's names are never deleted: a file that changed since the commit is
   compared with its checksum, and a directory that has more than the save's files stays.
+* A step that is being staged into the root stays: the stage counts on the files that it found there.
 * A rotation deletes a save, not names: under the lock that a commit holds while names appear, the meta is read once
   more. A person may have removed the save, and training may have saved another under its names.
 * The meta is moved first, then the files are renamed to trash, the trash is emptied, and the record is deleted. If a
@@ -307,7 +308,12 @@ def _delete_pointed_at(
     """Delete a save everywhere, without leaving ``latest`` dangling; return the reason if that is impossible."""
     try:
         if not is_emergency(meta):
-            return _delete(root, table, meta, newest)
+            with contextlib.ExitStack() as held:
+                try:
+                    held.enter_context(_not_staged(root, meta.step))
+                except WaitTimeout:
+                    return "it is being staged into this directory"
+                return _delete(root, table, meta, newest)
         pointed = _point_latest_elsewhere(root, meta, newest)
         for home in homes:  # no other snapshot gets its name, which has the second when it was taken
             _at_home(root, home, partial(delete_emergency, home, meta))
@@ -447,7 +453,7 @@ def _finish(root: Path, table: UploadsTable, mirrors: Sequence[Mirror]) -> list[
         if why_not_safe(table, [mirror for mirror in mirrors if mirror.url in asked], save.save_id) is not None:
             continue
         try:
-            with exclusive(root / _stage_lock_name(save.step), timeout_s=0.0):
+            with _not_staged(root, save.step):
                 gone = _take_away(root, table, save)
         except WaitTimeout:
             continue  # the step is being staged, or a save is being committed: the next rotation tries again
@@ -488,9 +494,19 @@ def _taken(root: Path, table: UploadsTable, save_id: str) -> set[str]:
     return in_table | claimed_by_others(root, save_id)
 
 
-def _stage_lock_name(step: int) -> str:
-    """Return the name of the lock that a stage of this step holds (``stage_save``)."""
-    return f"{names.CONTROL_DIR}/stage_{names.SaveName(step).stem}.lock"
+@contextlib.contextmanager
+def _not_staged(root: Path, step: int) -> Iterator[None]:
+    """Hold the lock of a stage of this step (``stage_save``), and take its file away.
+
+    Raises:
+        WaitTimeout: The step is being staged.
+    """
+    path = root / names.CONTROL_DIR / f"stage_{names.SaveName(step).stem}.lock"
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(LocalStorageFull):  # no room for a new file: then there was none, and nobody holds it
+            held.enter_context(exclusive(path, timeout_s=0.0))
+            held.callback(path.unlink, missing_ok=True)  # before it is released: who waits for it opens a new one
+        yield
 
 
 def _inode(path: Path) -> int | None:
