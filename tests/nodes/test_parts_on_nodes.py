@@ -206,7 +206,7 @@ def test_a_node_that_left_before_a_mirror_was_added_pushes_what_is_waited_for_th
 
 
 def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None:
-    Job(tmp_path, "ab", (1, 2), mirrored=False).run()
+    Job(tmp_path, "ab", (1, 2), mirrored=False, snapshot=3).run()
     root = tmp_path / "a"
     with pytest.raises(CheckpointNotFound, match="only one node's part of step 1") as refused:
         plan_rewind(root, 1)
@@ -214,6 +214,9 @@ def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None
     with pytest.raises(CheckpointNotFound, match="only a part of step 1: node 0 of 2 nodes") as refused:
         load_checkpoint(root / "dcp_000001")
     assert "ckptmirror stage --step 1" in refused.value.hint
+    with pytest.raises(CheckpointNotFound, match="only a part of step 3: node 0 of 2 nodes") as refused:
+        load_checkpoint(root / "latest")
+    assert "on no mirror" in refused.value.hint
 
 
 @pytest.mark.parametrize("dry_run", [True, False])

@@ -373,7 +373,8 @@ def may_commit(evidence: Evidence, attempt: str) -> Verdict:
 def left_behind(evidence: Evidence, mirror: str, attempt: str, save: SaveFacts) -> bool:
     """Return whether a save of an earlier attempt would put one that has none on this mirror yet off the lineage there.
 
-    The saves that it has on other mirrors do not help: once those are lost, this one alone says what counts.
+    The saves that it has on other mirrors do not help: once those are lost, this one alone says what counts. A person's
+    attempt that counts by its claim needs none.
 
     Args:
         evidence: What each place reports.
@@ -388,6 +389,8 @@ def left_behind(evidence: Evidence, mirror: str, attempt: str, save: SaveFacts) 
     if there is not None and attempt in _ids(there, Voice.COUNTS):
         return False
     counted = count(evidence, mirrors_only=True)
+    if attempt in _of_persons(evidence, counted.known, counted.silent)[0]:
+        return False
     known = list(counted.known.values())
     before = counted.counting - {attempt}
     saves = [one for one in counted.saves if one.attempt != attempt]

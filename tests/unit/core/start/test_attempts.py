@@ -125,6 +125,16 @@ def test_a_listed_attempt_that_does_not_count_yet_may_begin_to_at_any_time() -> 
     assert not is_settled(evidence(place(DISK), *both((), ())))
 
 
+def test_a_persons_attempt_that_counts_by_its_claim_keeps_no_save_that_it_left_behind_from_the_mirror() -> None:
+    """What a mirror had of it may be lost: it counts all the same, so the older save fences nobody."""
+    c = Attempt("C", 2, ref(A1), by_person=True, root=HERE, required=BOTH)
+    here = place(DISK, (A, c), (A1, A2, save("c1", 200)), completed="C")
+    assert may_drain(evidence(here, *both((A, c), (A1,))), "gs://a", A2).may == "commit"
+    assert overtaken_by(evidence(here, *both((A, c), (A1,))), "gs://a", A2) is None
+    here = place(DISK, (A, c), (A1, A2, save("c1", 200)))
+    assert may_drain(evidence(here, *both((A,), (A1,))), "gs://a", A2).may == "behind"  # nobody else knows of it
+
+
 def test_what_ran_apart_is_named_as_such() -> None:
     assert count(evidence(place(DISK, (A, B), (B1,)), *both((A,), (A1, A2)))).apart == {"B"}
 
