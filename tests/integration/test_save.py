@@ -376,3 +376,15 @@ def _save_where_no_process_may_start(root: Path) -> None:
 def test_a_save_starts_no_process_however_large_its_metadata_is(tmp_path: Path) -> None:
     assert not killed_at(None, _save_where_no_process_may_start, tmp_path)
     assert artifact(tmp_path, whole(tmp_path)[1], ".metadata").stat().st_size > MIB
+
+
+def test_the_memory_for_the_first_save_is_made_also_where_extra_is_merged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (0, 1):  # only a start that continues a run makes it
+        with running(tmp_path) as manager:
+            state = new_state()
+            state.extra, state.merge_extra = {"tokens": 7}, {"tokens": lambda values, *_: sum(values)}
+            manager.resume(state)
+            manager.save(step, state).wait("committed")
+    assert [one for one in caplog.messages if "in advance" in one] == []

@@ -349,7 +349,7 @@ def reserve_for(
     """Let ``copier`` allocate the memory for a save of ``state``; the size of the user's objects is estimated."""
     from ckptmirror.formats.capture import capture, capture_local, snapshot_tree
 
-    state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None)
+    state = replace(state, scheduler=None, scaler=None, dataloader=None, extra=None, merge_extra=None)
     live = capture_local(state, step=0, with_ema=ranks.rank == 0)
     if live.sharded and "model" in kinds:
         return  # only a capture on all ranks shows how much rank 0 gathers
