@@ -5,7 +5,8 @@ Rules:
   other ranks read the pending-uploads table, and what the leader last said of itself (``status.json``).
 * A rank of another host that mounts the root has no table, and asks the mirrors, in a thread: a look never waits, and a
   wait ends in time, also where a mirror hangs.
-* Nobody waits for what cannot happen any more.
+* Nobody waits for what cannot happen any more. A leader that has finished had all on the mirrors: that a drain asks
+  them again, at that moment, is no reason to wait.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from ckptmirror.local.status_file import is_writer_alive, read_status_file
 __all__ = ["MirrorWait"]
 
 _POLL_S, _ASK_MIRROR_EVERY_S, _ASK_MIRROR_S = 0.5, 5.0, 30.0
-_DIED = "died"
-_ENDED = ("fenced", "finished", "incomplete", "stopped", _DIED)
+_DIED, _FINISHED = "died", "finished"
+_ENDED = ("fenced", _FINISHED, "incomplete", "stopped", _DIED)
 
 
 class MirrorWait:
@@ -126,6 +127,8 @@ class MirrorWait:
             left_s = deadline - time.monotonic()
             moving, failed = self._uploads_left(save_id) if left_s > 0 else (0, 0)
             status, fenced = self._said_by_leader() if left_s > 0 else ("", "")
+            if status == _FINISHED and not fenced:
+                return True
             has_ended = bool(fenced) or status in _ENDED or (failed > 0 and not moving)
             if has_ended:
                 self._forget_what_was_asked(save_id)  # it may have ended because all is mirrored

@@ -16,6 +16,7 @@ from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import AttemptFenced, DeadlinePassed, NotAuthorised
 from ckptmirror.flow.mirror_wait import MirrorWait
 from ckptmirror.flow.places.mirrors import mirror_specs
+from ckptmirror.local.table_place import open_known_table
 from tests.kit.faults import faulty, refusing
 from tests.kit.faulty_store import StoreFault
 from tests.kit.processes import outcome, run_ranks
@@ -83,6 +84,33 @@ def test_a_wait_ends_once_the_leader_of_the_node_has_closed(tmp_path: Path) -> N
     for kind, message, code in ended:
         assert (kind, code) == (DeadlinePassed.__name__, 8)
         assert "the leader of this node has closed its manager" in message
+
+
+def wait_beside_a_drain(rank: int, base: str) -> str:
+    """Wait after the leader has ended well, while a drain of the root has begun to ask the mirror once more."""
+    url = f"file://{base}/mirror"
+    manager = CheckpointManager(Path(base) / "root", [url], timeout_s=WAIT_S)
+    state = built("fsdp")
+    manager.resume(state)
+    train(state, rank, 1)
+    manager.save(1, state).wait("committed", timeout_s=WAIT_S)
+    manager.ranks.exchange(None, what="all are committed")
+    if manager.ranks.is_leader:
+        manager.close(timeout_s=WAIT_S)
+        with open_known_table(Path(base) / "root") as table:
+            table.set_unasked([url])
+        (Path(base) / "asked").touch()
+        return ""
+    ticks = threading.Event()
+    while not (Path(base) / "asked").exists():
+        ticks.wait(0.05)
+    ended = outcome(lambda: manager.wait("mirrored", timeout_s=10 * WAIT_S))[0]
+    outcome(lambda: manager.close(timeout_s=0.0))
+    return ended
+
+
+def test_a_wait_ends_well_after_the_leader_has_although_a_drain_asks_the_mirror_again(tmp_path: Path) -> None:
+    assert run_ranks(2, wait_beside_a_drain, str(tmp_path), limit_s=WAIT_S) == ["", "value"]
 
 
 def test_a_wait_ends_once_the_leader_of_the_node_is_dead(tmp_path: Path) -> None:
