@@ -342,13 +342,14 @@ class RankLock:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) -> Iterator[None]:
+def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None, keep_file: bool = True) -> Iterator[None]:
     """Run the body while no other process or thread holds the same lock file.
 
     Args:
         path: The lock file.
         timeout_s: How many seconds to wait for others.
         on_held: Called with a description of the holder.
+        keep_file: Whether the file stays; else it is removed before the lock is released: who waits makes a new one.
 
     Raises:
         WaitTimeout: Another holder kept it for longer than ``timeout_s`` seconds.
@@ -366,6 +367,9 @@ def exclusive(path: Path, *, timeout_s: float, on_held: OnHeld | None = None) ->
     try:
         yield
     finally:
+        if not keep_file:
+            with contextlib.suppress(OSError), crashpoints.around("lock.unlink"):
+                path.unlink()
         lock.close()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,10 +130,10 @@ def test_a_rotation_needs_no_room_for_the_lock_of_a_stage(place: MirroredRoot, m
     place.upload()
     real = rotate_module.exclusive
 
-    def full(path: Path, *, timeout_s: float) -> AbstractContextManager[None]:
+    def full(path: Path, **more: Any) -> AbstractContextManager[None]:
         if path.name.startswith("stage_"):
             raise LocalStorageFull(f"Cannot write {path}.")
-        return real(path, timeout_s=timeout_s)
+        return real(path, **more)
 
     monkeypatch.setattr(rotate_module, "exclusive", full)
     assert place.rotate().deleted == ((100, old.save_id),)

@@ -496,7 +496,7 @@ def _taken(root: Path, table: UploadsTable, save_id: str) -> set[str]:
 
 @contextlib.contextmanager
 def _not_staged(root: Path, step: int) -> Iterator[None]:
-    """Hold the lock of a stage of this step (``stage_save``), and take its file away.
+    """Hold the lock of a stage of this step (``stage_save``), whose file goes with the save.
 
     Raises:
         WaitTimeout: The step is being staged.
@@ -504,8 +504,7 @@ def _not_staged(root: Path, step: int) -> Iterator[None]:
     path = root / names.CONTROL_DIR / f"stage_{names.SaveName(step).stem}.lock"
     with contextlib.ExitStack() as held:
         with contextlib.suppress(LocalStorageFull):  # no room for a new file: then there was none, and nobody holds it
-            held.enter_context(exclusive(path, timeout_s=0.0))
-            held.callback(path.unlink, missing_ok=True)  # before it is released: who waits for it opens a new one
+            held.enter_context(exclusive(path, timeout_s=0.0, keep_file=False))
         yield
 
 
