@@ -156,9 +156,10 @@ class MirrorWait:
         said = read_status_file(self._root)
         if said.get("attempt") != self.attempt:
             return "", ""
-        if is_writer_alive(said) is False:
-            return _DIED, str(said.get("fenced") or "")
-        return str(said.get("status")), str(said.get("fenced") or "")
+        status, fenced = str(said.get("status")), str(said.get("fenced") or "")
+        if status not in _ENDED and is_writer_alive(said) is False:
+            return _DIED, fenced
+        return status, fenced
 
     def _uploads_left(self, save_id: str | None) -> tuple[int, int]:
         try:

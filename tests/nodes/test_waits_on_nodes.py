@@ -16,6 +16,7 @@ from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import AttemptFenced, DeadlinePassed, NotAuthorised
 from ckptmirror.flow.mirror_wait import MirrorWait
 from ckptmirror.flow.places.mirrors import mirror_specs
+from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
 from tests.kit.faults import faulty, refusing
 from tests.kit.faulty_store import StoreFault
@@ -86,7 +87,7 @@ def test_a_wait_ends_once_the_leader_of_the_node_has_closed(tmp_path: Path) -> N
         assert "the leader of this node has closed its manager" in message
 
 
-def wait_beside_a_drain(rank: int, base: str) -> str:
+def wait_beside_a_drain(rank: int, base: str, leader_stays: bool) -> str:
     """Wait after the leader has ended well, while a drain of the root has begun to ask the mirror once more."""
     url = f"file://{base}/mirror"
     manager = CheckpointManager(Path(base) / "root", [url], timeout_s=WAIT_S)
@@ -95,22 +96,33 @@ def wait_beside_a_drain(rank: int, base: str) -> str:
     train(state, rank, 1)
     manager.save(1, state).wait("committed", timeout_s=WAIT_S)
     manager.ranks.exchange(None, what="all are committed")
+    ticks = threading.Event()
     if manager.ranks.is_leader:
         manager.close(timeout_s=WAIT_S)
         with open_known_table(Path(base) / "root") as table:
             table.set_unasked([url])
         (Path(base) / "asked").touch()
+        if not leader_stays:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while not (Path(base) / "over").exists():
+            ticks.wait(0.05)
         return ""
-    ticks = threading.Event()
-    while not (Path(base) / "asked").exists():
+    root = Path(base) / "root"
+    while not (Path(base) / "asked").exists() or is_writer_alive(read_status_file(root)) is not leader_stays:
         ticks.wait(0.05)
     ended = outcome(lambda: manager.wait("mirrored", timeout_s=10 * WAIT_S))[0]
+    (Path(base) / "over").touch()
     outcome(lambda: manager.close(timeout_s=0.0))
     return ended
 
 
-def test_a_wait_ends_well_after_the_leader_has_although_a_drain_asks_the_mirror_again(tmp_path: Path) -> None:
-    assert run_ranks(2, wait_beside_a_drain, str(tmp_path), limit_s=WAIT_S) == ["", "value"]
+@pytest.mark.parametrize("leader_stays", [True, False])
+def test_a_wait_ends_well_after_the_leader_has_although_a_drain_asks_the_mirror_again(
+    leader_stays: bool, tmp_path: Path
+) -> None:
+    dead = () if leader_stays else (0,)
+    *_, ended = run_ranks(2, wait_beside_a_drain, str(tmp_path), leader_stays, dead=dead, limit_s=WAIT_S)
+    assert ended == "value"
 
 
 def test_a_wait_ends_once_the_leader_of_the_node_is_dead(tmp_path: Path) -> None:
