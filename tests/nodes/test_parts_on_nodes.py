@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from ckptmirror import CheckpointManager, TrainState, load_checkpoint, stage_checkpoint_step
+from ckptmirror import CheckpointManager, Retention, TrainState, load_checkpoint, stage_checkpoint_step
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, DeadlinePassed, RefusedOnlyCopy, WaitTimeout
 from ckptmirror.core.model import Meta
+from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.retention import rotation
+from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start.rewind import plan_rewind
 from ckptmirror.flow.status import read_status
 from ckptmirror.local import crashpoints, directories
 from ckptmirror.local.table_place import open_known_table
+from ckptmirror.local.uploads import UploadsTable
 from tests.kit.cli import run
 from tests.kit.faults import faulty, flip_bit
 from tests.kit.faulty_store import StoreFault
@@ -47,6 +53,30 @@ def test_a_save_that_is_staged_into_the_root_of_a_node_is_whole_there(tmp_path: 
     for rank, found in enumerate(again):
         assert (found.step, found.failed, found.extra) == (2, "", {"seen": (rank, 2)})
     assert {one.path for one in meta_at(tmp_path / "other").artifacts} == {one.path for one in staged.artifacts}
+
+
+def test_a_part_of_which_the_rest_is_staged_while_a_rotation_asks_the_mirrors_goes_whole_or_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rotation deleted what the part names, and what was staged beside it stayed for ever, without a meta."""
+    job = Job(tmp_path, "ab", (2, 3))
+    job.run()
+    root, honest = tmp_path / "a", rotation._why_not_elsewhere
+
+    def stage_first(table: UploadsTable, mirrors: Sequence[Mirror], meta: Meta) -> str | None:
+        if meta.step == 2 and not meta_at(root).is_whole:
+            stage_checkpoint_step(job.url, dest=root, step=2, full=True)
+        return honest(table, mirrors, meta)
+
+    monkeypatch.setattr(rotation, "_why_not_elsewhere", stage_first)
+    first = rotate_root(root, Retention(keep_last=1))
+    (why,) = first.refused.values()
+    assert "staged into this directory meanwhile" in why
+    assert (root / "optim_000002_rank1.pt").exists()
+    assert drain(root, timeout_s=WAIT_S).is_verified  # which records that the mirror has the rest, too
+    second = rotate_root(root, Retention(keep_last=1))
+    assert [step for step, _ in second.deleted] == [2], second.refused
+    assert [path for path in root.rglob("*000002*") if path.is_file() and path.suffix != ".lock"] == []
 
 
 def test_a_refused_start_without_the_mirror_of_a_staged_copy_does_not_make_the_table_forget_it(tmp_path: Path) -> None:

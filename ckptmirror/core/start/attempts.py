@@ -413,7 +413,7 @@ def is_settled(evidence: Evidence) -> bool:
 
 
 def overtaken_by(evidence: Evidence, mirror: str, save: SaveFacts) -> Attempt | None:
-    """Return the newest attempt that a mirror lists, if it has no save there yet and this one would fence it.
+    """Return the newest attempt that a mirror lists, if it has no save on any yet and this one would fence it.
 
     It may be training at this moment, or have died soon after its claim: no list tells.
 
@@ -421,12 +421,12 @@ def overtaken_by(evidence: Evidence, mirror: str, save: SaveFacts) -> Attempt | 
         LineageError: The lists contradict one another.
     """
     there = evidence.row(mirror)
-    known = count(evidence, mirrors_only=True).known
-    listed = [known[one] for one in _ids(there, Voice.CLAIMED) if one in known] if there is not None else []
-    newest = max(listed, key=_age, default=None)
-    if newest is None or newest.id == save.attempt or not left_behind(evidence, mirror, newest.id, save):
+    counted = count(evidence, mirrors_only=True)
+    listed = _ids(there, Voice.CLAIMED) & counted.known.keys() if there is not None else set()
+    newest = max((counted.known[one] for one in listed), key=_age, default=None)
+    if newest is None or newest.id in {save.attempt, *counted.counting}:
         return None
-    return newest
+    return newest if left_behind(evidence, mirror, newest.id, save) else None
 
 
 def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:

@@ -46,6 +46,7 @@ from ckptmirror.core.retention import (
     plan_rotation,
     where_it_is,
 )
+from ckptmirror.core.tensor_lists import is_list
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.places.trash import empty_trash
@@ -371,10 +372,14 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
     meta_path = root / names.SaveName(meta.step, meta.tag).meta
     with exclusive(root / NAMES_LOCK_NAME, timeout_s=_NAMES_WAIT_S):
         try:
-            found = meta_from_bytes(files.read_limited(meta_path, META_LIMIT_BYTES)).save_id
+            found = meta_from_bytes(files.read_limited(meta_path, META_LIMIT_BYTES))
         except FileNotFoundError:
             return f"{meta_path.name} has disappeared: the next rotation checks the other files"
-        if found == meta.save_id:
+        if found.save_id == meta.save_id:
+            if _has_more(root, found, meta):
+                return (
+                    "the rest of it was staged into this directory meanwhile: a start or a drain has to record it first"
+                )
             pointed = _point_latest_elsewhere(root, meta, newest)
             with _put_back_on_failure(root) as moved:
                 moved += _discard(root, meta_path)
@@ -384,14 +389,20 @@ def _delete(root: Path, table: UploadsTable, meta: Meta, newest: Meta | None) ->
                     if name not in taken:
                         moved += _discard(root, root / name)
                 directories.fsync_dir(root)
-    if found != meta.save_id:
+    if found.save_id != meta.save_id:
         table.forget_save(meta.save_id)  # it was gone before the other got its names, and the mirrors have it
-        return f"it was removed meanwhile, and another save ({found[:8]}) has its names"
+        return f"it was removed meanwhile, and another save ({found.save_id[:8]}) has its names"
     empty_trash(root)
     table.forget_save(meta.save_id)
     if not pointed:
         _point_latest_elsewhere(root, meta, newest)
     return None
+
+
+def _has_more(root: Path, found: Meta, asked: Meta) -> bool:
+    """Whether a save has files here of which the mirrors were not asked; a list of tensors may be damaged."""
+    more = {one.path for one in found.artifacts} - {one.path for one in asked.artifacts}
+    return any((root / path).exists() for path in more if not is_list(path))
 
 
 def _in_flight(table: UploadsTable, save_id: str) -> set[str]:

@@ -285,7 +285,7 @@ def test_dcp_side_thread_enospc_never_commits(after: int, tmp_path: Path, monkey
     monkeypatch.setattr("ckptmirror.formats.artifacts.ArtifactStream", _FullDisk)
     monkeypatch.setattr(_FullDisk, "writes_left", after)
     snapshot = capture(make_state(), step=200, kinds=("dcp",), rank=0, world_size=1)
-    with pytest.raises(LocalStorageFull, match="rank 0: no space left"):
+    with pytest.raises(LocalStorageFull, match="rank 0: writing kind dcp: no space left"):
         get_format("dcp").write(snapshot, context(tmp_path, ("dcp",)))
     assert not any(path.name == ".metadata" for path in files_below(tmp_path))
     assert not any(path.name.endswith(".tmp") for path in files_below(tmp_path))

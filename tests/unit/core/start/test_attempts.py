@@ -113,6 +113,8 @@ def test_a_drain_finishes_what_an_attempt_that_has_only_claimed_left_behind_and_
     assert overtaken_by(claimed, "gs://a", A1) is None  # B began from it
     assert overtaken_by(evidence(here, *both((A,), (A1,))), "gs://a", A2) is None
     assert overtaken_by(evidence(here, *both((A, B), (A1, B1))), "gs://a", A2) is None
+    slow = evidence(here, place("gs://a", (A, B), (A1,)), place("gs://b", (A, B), (A1, B1)))
+    assert overtaken_by(slow, "gs://a", A2) is None  # B counts, and only has not sent its saves there yet
     later = Attempt("C", 2, ref(A2), root=ELSEWHERE)
     assert overtaken_by(evidence(here, *both((A, B, later), (A1,))), "gs://a", A2) is None  # B is fenced already
 
