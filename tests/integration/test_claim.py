@@ -30,7 +30,7 @@ from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.claiming import claim_run, down, drain_confirmation, opened
 from tests.kit.faulty_store import FaultyStore, StoreFault
 from tests.kit.mirrors import memory_url
-from tests.kit.saves import make_save, put_on_mirror
+from tests.kit.saves import make_attempt, make_save, put_attempts, put_on_mirror
 
 BUCKET = "claims"
 _numbers = itertools.count(1)
@@ -242,6 +242,30 @@ def test_a_drain_asks_anew_whether_an_attempt_that_was_listed_before_has_committ
     put_on_mirror(mirror.store, root, mine)
     drain(mirror, left)
     assert caplog.records == []  # it is superseded, and fences nobody
+
+
+def test_a_drain_of_two_attempts_sees_on_a_slow_mirror_the_save_that_it_has_just_committed_itself(
+    tmp_path: Path,
+) -> None:
+    """The newer attempt counts on the other mirror already; the older save waited for ever for what was there."""
+    one, slow = mirrors = opened(memory_url()), opened(memory_url())
+    root = tmp_path / "root"
+    older = claim_run(root, *mirrors)
+    first, left = (make_save(root, 100 * n, ("model",), older.attempt, n, run_id=older.run_id) for n in (1, 2))
+    for mirror in mirrors:
+        put_on_mirror(mirror.store, root, first)
+    newer = make_attempt(1, first)
+    mine = make_save(root, 210, ("model",), newer, 1, run_id=older.run_id)
+    attempts = [older.attempt, newer]
+    for place in (root, one.store, slow.store):
+        put_attempts(place, attempts, run_id=older.run_id)
+    put_on_mirror(one.store, root, mine)
+    drain = drain_confirmation(root, *mirrors)
+    with pytest.raises(NodeBehind, match="has a save of attempt 1"):
+        drain(slow, left)
+    drain(slow, mine)
+    put_on_mirror(slow.store, root, mine)
+    drain(slow, left)
 
 
 def test_i11_a_save_that_a_zombie_commits_after_its_successors_is_superseded(tmp_path: Path) -> None:

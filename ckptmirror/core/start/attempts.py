@@ -400,16 +400,18 @@ def left_behind(evidence: Evidence, mirror: str, attempt: str, save: SaveFacts) 
 
 
 def is_settled(evidence: Evidence) -> bool:
-    """Return whether the newest attempt that any place names counts on a mirror.
+    """Return whether the newest attempt that any place names counts, and has a save on every mirror that answers.
 
-    If so, no other attempt can come to count before a list changes. If not, one that is listed may do so by a commit.
+    If so, no verdict on a commit changes before a list does. If not, a commit of a listed attempt may change one.
 
     Raises:
         LineageError: The lists contradict one another.
     """
     counted = count(evidence, mirrors_only=True)
     newest = max(counted.heard.values(), key=_age, default=None)
-    return newest is not None and newest.id in counted.counting
+    if newest is None or newest.id not in counted.counting:
+        return False
+    return all(newest.id in _ids(row, Voice.COUNTS) for row in evidence.mirrors() if row.answers)
 
 
 def overtaken_by(evidence: Evidence, mirror: str, save: SaveFacts) -> Attempt | None:

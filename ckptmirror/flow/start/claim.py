@@ -90,7 +90,7 @@ class _Places:
         self._last: tuple[tuple[int | str, ...], Survey] | None = None
 
     def survey(self) -> Survey:
-        """Ask all places, unless no mirror's list has changed and no attempt can begin to count without that."""
+        """Ask all places, unless no mirror's list has changed, and no verdict can change without that."""
         lists = tuple(_list_of(mirror) for mirror in self._mirrors)
         if self._last is not None and self._last[0] == lists:
             return self._last[1]
@@ -107,9 +107,6 @@ class _Places:
                 :meth:`check_drained`, whose errors it raises, too.
         """
         seen = self.survey()
-        if self._last is not None and left_behind(seen.evidence, mirror.url, attempt, facts_of(meta)):
-            self._last = None  # this attempt may have committed since, which no list shows
-            seen = self.survey()
         if left_behind(seen.evidence, mirror.url, attempt, facts_of(meta)):
             raise NodeBehind(
                 f"Step {meta.step} is of an earlier attempt, and training did not continue from it: it waits "

@@ -124,6 +124,9 @@ def test_a_listed_attempt_that_does_not_count_yet_may_begin_to_at_any_time() -> 
     assert not is_settled(evidence(place(DISK, (A,)), *both((A, B), (A1,))))
     assert not is_settled(evidence(place(DISK, (A, B), (B1,)), *both((A,), (A1,))))
     assert is_settled(evidence(place(DISK, (A,)), *both((A, B), (A1, B1))))
+    slow = place("gs://b", (A, B), (A1,))
+    assert not is_settled(evidence(place(DISK, (A,)), place("gs://a", (A, B), (A1, B1)), slow))  # its first save there
+    assert is_settled(evidence(place(DISK, (A,)), place("gs://a", (A, B), (A1, B1)), silent("gs://b")))
     assert not is_settled(evidence(place(DISK), *both((), ())))
 
 
