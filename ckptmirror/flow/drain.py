@@ -5,7 +5,8 @@ Rules:
   commit, by the lists of all mirrors of the root, including those to which this drain does not upload.
 * It shares the table with a live trainer by claims. Only if no trainer holds the root does it also reconcile. It holds
   the root's lock no longer than that: a start must not fail because of a drain.
-* It waits for a mirror that does not answer, but not for one that refuses the credentials: a person must fix that.
+* It waits for a mirror that does not answer, but not for one that refuses the credentials: a person must fix that. Nor
+  for one that a person takes out of the run meanwhile.
 * Its time limit holds whatever a mirror does: calls that may block run in other threads.
 * It asks the mirrors for everything that it calls verified: a mirror that was emptied since, or is gone, is not safe.
 * ``push`` asks a mirror before it adds it to the table, so a mistyped URL leaves nothing behind.
@@ -418,6 +419,8 @@ class _Work:
         self._bus.subscribe(refusals)
 
         def done() -> bool:
+            known = {row.url for row in table.mirrors()}
+            self._urls[:] = [url for url in self._urls if url in known]
             self._looker.look()
             if still_moving(table, [url for url in self._urls if url not in refusals.final]):
                 return False

@@ -18,10 +18,11 @@ from ckptmirror.core.errors import CheckpointNotFound, ConfigError, DeadlinePass
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
-from ckptmirror.flow.drain import drain, push
+from ckptmirror.flow.drain import Drained, drain, push
 from ckptmirror.flow.places.attempt_lists import read_mirror_attempts
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
+from ckptmirror.flow.start.forget import forget_mirror
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable
@@ -182,6 +183,26 @@ def test_after_a_drain_that_a_mirror_did_not_answer_the_status_does_not_say_safe
     (tmp_path / "away").rename(mirror)
     assert drain(root).is_verified
     assert read_status(root).is_mirrored(None)
+
+
+def test_a_drain_does_not_wait_for_a_mirror_that_a_person_takes_out_of_the_run_meanwhile(tmp_path: Path) -> None:
+    root, urls = tmp_path / "root", [f"file://{tmp_path}/{one}" for one in ("one", "two")]
+    saved_run(root, (1,), *urls)
+    (tmp_path / "two").rename(tmp_path / "away")
+    with running(root, *urls) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(2, state).wait("committed")
+    forgotten: list[str] = []
+
+    def forget(at: Drained) -> None:
+        if not forgotten and any(wait.mirror == urls[1] for wait in at.seen.waits):
+            forgotten.append(forget_mirror(root, urls[1]).url)
+
+    report = drain(root, on_progress=forget)  # without a limit
+    assert forgotten == urls[1:]
+    assert report.is_verified
+    assert set(report.left) == set(urls[1:])
 
 
 def test_a_drain_says_what_failed_and_what_is_pending(tmp_path: Path) -> None:
