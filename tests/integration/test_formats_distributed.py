@@ -102,7 +102,7 @@ def test_an_emergency_snapshot_needs_no_collective(how: str, tmp_path: Path) -> 
 def test_a_full_disk_on_one_rank_is_the_error_of_all(tmp_path: Path) -> None:
     for result in run_ranks("fulldisk-fsdp", tmp_path):
         assert result["error"] == "LocalStorageFull"
-        assert "rank 1: no space left" in result["message"]
+        assert "rank 1: writing kind dcp: no space left" in result["message"]
     assert not any(path.name == ".metadata" for path in files_below(tmp_path))
 
 
