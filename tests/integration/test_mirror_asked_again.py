@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.catalog import local_catalog
 from ckptmirror.flow.places.mirrors import MirrorSpec, open_mirrors
 from ckptmirror.flow.retention.durability import why_not_safe
+from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import RootLock
@@ -368,6 +370,30 @@ def test_i8_another_process_is_not_told_that_all_is_mirrored_before_the_leader_h
         manager._node._rotation_thread.wake()  # type: ignore[union-attr]
         manager.wait("mirrored", timeout_s=30)
     assert is_mirrored(tmp_path, None)
+
+
+def test_an_older_note_of_which_mirrors_have_answered_does_not_replace_a_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that had ended well was said to be not safe: a slow thread noted what it knew before the answer."""
+    url = memory_url()
+    saved_run(tmp_path, (1,), url)
+    with UploadsTable.open(tmp_path / names.TABLE_NAME) as table:
+        mirrors = open_mirrors([MirrorSpec(url)], tmp_path, table)
+        audit = MirrorAudit(table, mirrors, notes=lambda: True)
+        other, honest = threading.Thread(target=audit.ask), table.set_unasked
+
+        def slow(urls: Collection[str]) -> None:
+            if urls and not other.ident:
+                other.start()
+                other.join(0.5)
+            honest(urls)
+
+        monkeypatch.setattr(table, "set_unasked", slow)
+        audit.reopen([url])
+        other.join(60.0)
+        assert table.unasked() == set()
+        assert not audit.waits_for([url])
 
 
 def test_i8_a_run_does_not_end_well_when_its_mirror_says_at_the_end_that_there_is_no_bucket(tmp_path: Path) -> None:

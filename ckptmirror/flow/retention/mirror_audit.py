@@ -70,6 +70,7 @@ class MirrorAudit:
         self._clock = clock
         self._asking = threading.Lock()
         self._lock = threading.Lock()
+        self._noting = threading.Lock()  # else an older note could be written after a newer one
         known = {record.mirror for record in _verified(table)}
         self._open = {url: _Question() for url in self._mirrors if url in known}
         self._notes = notes
@@ -138,12 +139,13 @@ class MirrorAudit:
         return any(url in urls and (one.error is None or one.was_silent()) for url, one in self._open.items())
 
     def _note(self) -> None:
-        still_open = set(self._open)
-        try:
-            noted = self._table.unasked() - (self._mirrors.keys() - still_open)
-            self._table.set_unasked(noted | still_open if self._notes() else noted)
-        except CkptMirrorError as error:
-            _log.error("other processes cannot see which mirrors have not answered yet: %s", error)
+        with self._noting:
+            still_open = set(self._open)
+            try:
+                noted = self._table.unasked() - (self._mirrors.keys() - still_open)
+                self._table.set_unasked(noted | still_open if self._notes() else noted)
+            except CkptMirrorError as error:
+                _log.error("other processes cannot see which mirrors have not answered yet: %s", error)
 
     def _is_answered(self, mirror: Mirror) -> bool:
         question = self._open[mirror.url]
