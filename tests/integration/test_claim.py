@@ -201,15 +201,21 @@ def test_an_attempt_finishes_what_it_left_behind_on_no_mirror_before_a_save_of_i
     assert standing == {first.save_id: "current", mine.save_id: "current", left.save_id: "superseded"}
 
 
+def left_on(root: Path, mirror: Mirror) -> tuple[Meta, Meta]:
+    """Two saves of an attempt of this root: one on the mirror, and one on the disk alone."""
+    older = claim_run(root, mirror)
+    first, left = (make_save(root, 100 * n, ("model",), older.attempt, n, run_id=older.run_id) for n in (1, 2))
+    put_on_mirror(mirror.store, root, first)
+    return first, left
+
+
 def test_an_attempt_asks_anew_before_its_first_commit_what_a_drain_elsewhere_has_committed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The drain changes no list. An attempt that had asked before, for an older save, committed over it."""
     mirror = opened(memory_url())
     root, gone = tmp_path / "root", tmp_path / "gone"
-    older = claim_run(gone, mirror)
-    first, left = (make_save(gone, 100 * n, ("model",), older.attempt, n, run_id=older.run_id) for n in (1, 2))
-    put_on_mirror(mirror.store, gone, first)
+    first, left = left_on(gone, mirror)
     heir = claim_run(root, mirror)
     heir.confirm(mirror, first)
     drain = drain_confirmation(gone, mirror)
@@ -231,9 +237,7 @@ def test_a_drain_asks_anew_whether_an_attempt_that_was_listed_before_has_committ
 ) -> None:
     mirror = opened(memory_url())
     root, gone = tmp_path / "root", tmp_path / "gone"
-    older = claim_run(gone, mirror)
-    first, left = (make_save(gone, 100 * n, ("model",), older.attempt, n, run_id=older.run_id) for n in (1, 2))
-    put_on_mirror(mirror.store, gone, first)
+    first, left = left_on(gone, mirror)
     heir = claim_run(root, mirror)
     drain = drain_confirmation(gone, mirror)
     drain(mirror, first)
