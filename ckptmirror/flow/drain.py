@@ -420,7 +420,8 @@ class _Work:
 
         def done() -> bool:
             known = {row.url for row in table.mirrors()}
-            self._urls[:] = [url for url in self._urls if url in known]
+            if still_known := [url for url in self._urls if url in known]:  # else it would have nothing left to verify
+                self._urls[:] = still_known
             self._looker.look()
             if still_moving(table, [url for url in self._urls if url not in refusals.final]):
                 return False

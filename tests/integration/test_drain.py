@@ -205,6 +205,27 @@ def test_a_drain_does_not_wait_for_a_mirror_that_a_person_takes_out_of_the_run_m
     assert set(report.left) == set(urls[1:])
 
 
+def test_a_drain_whose_only_mirror_is_taken_out_of_the_run_meanwhile_does_not_say_that_all_is_verified(
+    tmp_path: Path,
+) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (1,), url)
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    with running(root, url) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(2, state).wait("committed")
+    forgotten: list[str] = []
+
+    def forget(at: Drained) -> None:
+        if not forgotten and any(wait.mirror == url for wait in at.seen.waits):
+            forgotten.append(forget_mirror(root, url).url)
+
+    report = drain(root, on_progress=forget, timeout_s=5.0)
+    assert forgotten == [url]
+    assert not report.is_verified
+
+
 def test_a_drain_says_what_failed_and_what_is_pending(tmp_path: Path) -> None:
     place = MirroredRoot(tmp_path / "root", [memory_url()])
     place.commit(100, sidecars=False)
