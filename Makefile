@@ -9,9 +9,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs-installed
 WORKERS ?= 3
+TORCH  ?= 2.10.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-long test-all test-again test-lowest test-gcs check docs picture bench scale campaign campaign-nodes matrix fuzz build clean
+.PHONY: help setup demo test test-long test-all test-again test-lowest test-torch test-cuda test-gcs check docs picture bench scale campaign campaign-nodes matrix fuzz build clean
 
 help:      ## Show the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -52,6 +53,16 @@ test-lowest:  ## Run what imports most with the lowest version of each dependenc
 	.venv-lowest/bin/python -m pytest -q -m 'not long' tests/unit/core tests/unit/local tests/unit/stores tests/unit/formats \
 	    tests/integration/test_save.py tests/integration/test_resume.py tests/integration/test_stage.py \
 	    tests/integration/test_signed_runs.py tests/integration/test_cli.py tests/integration/test_tables.py
+
+test-torch:  ## Run the tests of minutes with another PyTorch: TORCH=2.10.0, the oldest that pyproject.toml allows
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+	    torch==$(TORCH)
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) -e '.[dev]'
+	.venv-torch/bin/python -m pytest -n $(WORKERS) --dist loadfile -m 'short or not long'
+
+test-cuda: setup  ## Run the tests that need a GPU, which `make test` skips where there is none
+	$(BIN)/python -m pytest tests/cuda
 
 test-gcs: setup  ## Run the store contract suite in a bucket of yours: BUCKET=my-bucket
 	$(BIN)/python -m tests.contract.in_bucket '$(BUCKET)'

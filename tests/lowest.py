@@ -1,6 +1,6 @@
 """Prints the lowest version of each declared dependency as a constraint, for `make test-lowest`.
 
-torch is left to constraints.txt: its index has a build without CUDA of few versions.
+torch is left to constraints.txt: its index has a build without CUDA of few versions. `make test-torch` tries another.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Rules:
 * It shares the table with a live trainer by claims. Only if no trainer holds the root does it also reconcile. It holds
   the root's lock no longer than that: a start must not fail because of a drain.
 * It waits for a mirror that does not answer, but not for one that refuses the credentials: a person must fix that. Nor
-  for one that a person takes out of the run meanwhile.
+  for one that a person takes out of the run meanwhile. If none of its mirrors is left, it ends with an error.
 * Its time limit holds whatever a mirror does: calls that may block run in other threads.
 * It asks the mirrors for everything that it calls verified: a mirror that was emptied since, or is gone, is not safe.
 * ``push`` asks a mirror before it adds it to the table, so a mistyped URL leaves nothing behind.
@@ -150,6 +150,7 @@ def drain(
     Raises:
         NoTable: ckptmirror has not saved here.
         ForeignTable: The table is another root's.
+        ConfigError: The root has no mirror, or has others than this drain was for since a start changed them.
     """
     check_can_sign(root)
     ends_s = time.monotonic() + timeout_s
@@ -420,8 +421,12 @@ class _Work:
 
         def done() -> bool:
             known = {row.url for row in table.mirrors()}
-            if still_known := [url for url in self._urls if url in known]:  # else it would have nothing left to verify
-                self._urls[:] = still_known
+            if not known.intersection(self._urls):
+                raise ConfigError(
+                    f"{', '.join(self._urls)} was taken out of the run meanwhile; nothing else was to be drained.",
+                    hint="Use `ckptmirror push --mirror URL` to add a mirror.",
+                )
+            self._urls[:] = [url for url in self._urls if url in known]
             self._looker.look()
             if still_moving(table, [url for url in self._urls if url not in refusals.final]):
                 return False

@@ -39,7 +39,7 @@ from ckptmirror.formats.optimizer_state import capture_optimizer
 from ckptmirror.formats.rng import capture_rng
 from ckptmirror.formats.shards import region_of
 from ckptmirror.formats.state_tree import has_position, position_of, state_of, warn_left_alone
-from ckptmirror.formats.tensor_bytes import is_wrapper
+from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS, is_wrapper
 from ckptmirror.formats.train_state import PARTS, SETTINGS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
 from ckptmirror.formats.weights_only_values import encode, has_shards
@@ -242,7 +242,7 @@ def _gather(live: torch.nn.Module, model: Mapping[str, Any], *, keep: bool) -> d
 def _gathered(name: str, value: DTensor) -> torch.Tensor:
     try:
         return value.full_tensor()
-    except torch.OutOfMemoryError:
+    except DEVICE_ERRORS:
         raise
     except RuntimeError as error:
         raise RankFailed(f"{name} cannot be gathered from the ranks, as kind model needs: {error}") from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -136,6 +136,11 @@ class DirectoryWriter(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(written)
         return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write ``.metadata``, and complete what the caller has of it: before PyTorch 2.12, torch completes a copy."""
+        metadata.storage_data = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        super().finish(metadata, results)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what ``.metadata`` says about its origin."""

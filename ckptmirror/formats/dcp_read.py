@@ -38,6 +38,7 @@ from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.shards import Piece, Stored, fill_all, fills, is_row, local_of, region_of
 from ckptmirror.formats.stages import by_stage, elsewhere_in, join_groups
+from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
 from ckptmirror.local.daemon_pool import cores, run_jobs
@@ -459,5 +460,7 @@ def _allocate(described: Any, owner: torch.Tensor | None) -> Any:
         if isinstance(owner, DTensor) and follows:
             return empty_dtensor(*size, dtype=dtype, device_mesh=owner.device_mesh, placements=owner.placements)
         return torch.empty(size, dtype=dtype, device=owner.device if owner is not None and follows else "cpu")
+    except DEVICE_ERRORS:
+        raise
     except RuntimeError as error:
         raise IntegrityError(f"The directory describes a tensor of {size}: {error}") from error

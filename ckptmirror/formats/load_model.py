@@ -24,6 +24,7 @@ from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.formats.already_filled import overlaps_itself
 from ckptmirror.formats.names import clean_names, live_values, makes_room, match_names, some
 from ckptmirror.formats.shards import Piece, fill_all, fills, region_of, stored
+from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS
 from ckptmirror.formats.tied_weights import refuse_two_values
 from ckptmirror.formats.versions import Versions, attached, for_live, migrating
 
@@ -171,7 +172,7 @@ def _give(module: torch.nn.Module, loaded: dict[str, Any], own: Any, versions: V
     }  # else a module would change what it reads from as it writes
     try:
         set_model_state_dict(module, attached(given, metadata), options=StateDictOptions(strict=True))
-    except CkptMirrorError:
+    except (CkptMirrorError, *DEVICE_ERRORS):
         raise
     except Exception as error:  # a module's own code may raise anything; the answer is the same
         raise UsageError(

@@ -41,6 +41,7 @@ from ckptmirror.formats.optimizer_check import (
     warn_of_shared_state,
 )
 from ckptmirror.formats.shards import Piece
+from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS
 from ckptmirror.formats.weights_only_values import encode
 
 __all__ = [
@@ -301,6 +302,8 @@ def _apply(
     result["state"].update({key: value for key, value in state.items() if key not in owner})
     try:
         one.load_state_dict(result)
+    except DEVICE_ERRORS:
+        raise
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise UsageError(f"The {where} does not take the saved state: {error}") from error
     _refuse_another(one, raw["param_groups"], where)

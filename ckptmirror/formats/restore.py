@@ -51,6 +51,7 @@ from ckptmirror.formats.names import live_parameters
 from ckptmirror.formats.optimizer_state import load_by_key, parameters_by_key, sharded_like
 from ckptmirror.formats.rank_files import RankFiles, live_at
 from ckptmirror.formats.shards import Piece, fill, fills, local_of, piece_of, region_of, stored
+from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS
 from ckptmirror.formats.versions import versions_in
 from ckptmirror.formats.weights_only_values import has_shards
 
@@ -161,7 +162,7 @@ class Restorer:
             self.taken.remember(target, saved)
         try:
             self._load_object(target, saved, path, where)
-        except CkptMirrorError:
+        except (CkptMirrorError, *DEVICE_ERRORS):
             raise
         except Exception as error:  # a user's object may raise anything; the answer is the same
             raise UsageError(

@@ -33,6 +33,7 @@ from ckptmirror.core.taken_state import gives_no_state
 from ckptmirror.formats.live_only import saved_as
 from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import state_by_key
+from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS
 from ckptmirror.formats.versions import clean_versions, to_text
 
 __all__ = ["has_position", "position_of", "state_of", "warn_left_alone"]
@@ -71,7 +72,7 @@ def state_of(part: Any, where: str, *, versions: list[list[Any]] | None = None, 
                 )
             try:
                 return leaf.state_dict()
-            except (CkptMirrorError, MemoryError, RecursionError, torch.OutOfMemoryError):
+            except (CkptMirrorError, MemoryError, RecursionError, *DEVICE_ERRORS):
                 raise
             except Exception as error:  # the user's own code may raise anything; the answer is the same
                 raise gives_no_state(place(part, below, where), leaf, error) from error

@@ -14,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from ckptmirror.core.containers import TreePath, changed, leaves
 from ckptmirror.sums.digests import byte_view
 
-__all__ = ["compact", "has_memory", "has_plain_bytes", "is_wrapper"]
+__all__ = ["DEVICE_ERRORS", "compact", "has_memory", "has_plain_bytes", "is_wrapper"]
+
+DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError)  # they say nothing about what is read or loaded
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,9 @@ Rules:
 * A few threads of this module copy host memory, each taking the next piece when it is done with one. If another process
   uses one of the cores, the other threads do more. torch would start and join its pool for every tensor, with equal
   shares: on a machine whose cores are busy, each of these joins waits for a core.
-* Copies from a device run on their own stream, which waits for the work that the training has queued.
+* Copies from a device run on their own stream, which waits for the work that the training has queued. The host goes on
+  meanwhile only if bytes are all that is copied: torch conjugates, negates and reorders on the host, at once, whether
+  the bytes have arrived or not.
 """
 
 from __future__ import annotations
@@ -32,6 +34,19 @@ _Move = tuple[int, int, int]  # to, from, how many bytes
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target: host memory of the same shape and dtype."""
     streams: dict[torch.device, Any] = {}
+    try:
+        _begin_or_copy(targets, sources, streams)
+    finally:  # also after Ctrl-C: what a device still sent would arrive in the next copy
+        for stream in streams.values():
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record(stream)
+            done.synchronize()
+
+
+def _begin_or_copy(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], streams: dict[torch.device, Any]
+) -> None:
+    """Copy what is in host memory, and begin to copy the rest, each device's on its stream."""
     moves: list[_Move] = []
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
@@ -49,10 +64,6 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     if small[0]:
         _copy_grouped(*small)
     _move(moves)
-    for stream in streams.values():
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        done.record(stream)
-        done.synchronize()
 
 
 def _copy_from_device(target: torch.Tensor, source: torch.Tensor, streams: dict[torch.device, Any]) -> None:
@@ -61,7 +72,7 @@ def _copy_from_device(target: torch.Tensor, source: torch.Tensor, streams: dict[
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         streams[device].wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(streams[device]):
-        target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=_is_same_run(target, source))
 
 
 def _is_same_run(target: torch.Tensor, source: torch.Tensor) -> bool:

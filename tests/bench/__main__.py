@@ -1,6 +1,6 @@
 """``make bench``: the paths that must be fast, beside their physical limits and beside what one would use instead.
 
-python -m tests.bench [--size-mib 1024] [--rounds 3] [--directory DIR] [--json]
+python -m tests.bench [--size-mib 1024] [--rounds 3] [--directory DIR] [--device cuda] [--json]
                       [--only save|load|fetch|upload|stage|memory|start|nodes|fingerprint]
 
 It works in a directory of its own below DIR (default: the one for temporary files), says which kind of disk that is,
@@ -48,13 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--directory", type=Path, default=None, help="on the disk to measure (default: the temporary one)"
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the state that save and load have")
     parser.add_argument("--json", action="store_true", help="everything measured, as JSON")
     given = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR)
     size_bytes = given.size_mib * 2**20
     parts: dict[str, Callable[[Path], list[Measured]]] = {
-        "save": lambda place: measure_save(place, size_bytes, given.rounds),
-        "load": lambda place: measure_load(place, size_bytes, given.rounds),
+        "save": lambda place: measure_save(place, size_bytes, given.rounds, given.device),
+        "load": lambda place: measure_load(place, size_bytes, given.rounds, given.device),
         "fetch": lambda place: measure_fetch(place, size_bytes, given.rounds),
         "upload": lambda place: measure_upload(place, size_bytes, given.rounds),
         "stage": lambda place: measure_stage(place, size_bytes, given.rounds),

@@ -3,7 +3,7 @@
 ckptmirror compares every byte with its checksum on its way into the page cache, and loads it from there; then it proves
 what is in memory by fingerprints. The peers compare nothing. Files are cold, as on a machine that has just started, or
 warm, as after a restart of the process alone (each contestant in a process of its own: ``python -m tests.bench.load WHO
-DIRECTORY BYTES``, started by the bench).
+DIRECTORY BYTES DEVICE``, started by the bench).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ckptmirror import CheckpointManager, TrainState, load_checkpoint
 from tests.bench.contest import Contestant, Measured, Role, measure
-from tests.bench.places import cold, transformer_state
+from tests.bench.places import arrive, cold, transformer_state
 from tests.bench.raw_disk import read_raw
 
 __all__ = ["measure_load"]
@@ -32,12 +32,12 @@ _TENSORS = 20_000
 _VALUES = 64
 
 
-def measure_load(directory: Path, size_bytes: int, rounds: int) -> list[Measured]:
+def measure_load(directory: Path, size_bytes: int, rounds: int, device: str) -> list[Measured]:
     """Measure a resume of ``size_bytes``, the save after it, and ``load_checkpoint`` of 20,000 small tensors."""
     large = directory / "large"
     return [
-        *_resume(large, size_bytes, rounds),
-        *_first_save(large / "root", size_bytes, rounds),
+        *_resume(large, size_bytes, rounds, device),
+        *_first_save(large / "root", size_bytes, rounds, device),
         *_many(directory / "many", rounds),
     ]
 
@@ -67,12 +67,12 @@ def _saved(root: Path, state: TrainState) -> None:
         manager.save(1, state)
 
 
-def _resume(directory: Path, size_bytes: int, rounds: int) -> list[Measured]:
-    state = transformer_state(size_bytes)
+def _resume(directory: Path, size_bytes: int, rounds: int, device: str) -> list[Measured]:
+    state = transformer_state(size_bytes, device=device)
     _saved(directory / "root", state)
     dcp.save(_state_dict(state), checkpoint_id=str(directory / "plain"), no_dist=True)
     torch.save({"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}, directory / "plain.pt")
-    return [*_cold(directory, state, rounds), *_restart(directory, size_bytes, rounds)]
+    return [*_cold(directory, state, rounds, device), *_restart(directory, size_bytes, rounds, device)]
 
 
 def _state_dict(state: TrainState) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _state_dict(state: TrainState) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def _load(who: str, directory: Path, state: TrainState) -> None:
+def _load(who: str, directory: Path, state: TrainState, device: str) -> None:
     """Load what ``who`` saved in ``directory``."""
     if who.startswith("ckptmirror"):
         with CheckpointManager(directory / "root") as manager:
@@ -92,9 +92,10 @@ def _load(who: str, directory: Path, state: TrainState) -> None:
             state.model, state.optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
         )
     else:
-        found = torch.load(directory / "plain.pt", weights_only=True)
+        found = torch.load(directory / "plain.pt", weights_only=True, map_location=device)
         state.model.load_state_dict(found["model"])
         state.optimizer.load_state_dict(found["optimizer"])
+    arrive(device)
 
 
 _CONTESTANTS: tuple[tuple[str, Role, str, str], ...] = (
@@ -105,24 +106,27 @@ _CONTESTANTS: tuple[tuple[str, Role, str, str], ...] = (
 )
 
 
-def _cold(directory: Path, state: TrainState, rounds: int) -> list[Measured]:
+def _cold(directory: Path, state: TrainState, rounds: int, device: str) -> list[Measured]:
     what, pickled = "resume", directory / "plain.pt"
     raw = Contestant("raw O_DIRECT read", "limit", _timed(what, lambda: read_raw(pickled)), before=_forget(pickled))
     others = [
         Contestant(
-            name, role, _timed(what, functools.partial(_load, who, directory, state)), before=_forget(directory / place)
+            name,
+            role,
+            _timed(what, functools.partial(_load, who, directory, state, device)),
+            before=_forget(directory / place),
         )
         for name, role, who, place in _CONTESTANTS
     ]
     return measure([raw, *others], rounds)
 
 
-def _restart(directory: Path, size_bytes: int, rounds: int) -> list[Measured]:
+def _restart(directory: Path, size_bytes: int, rounds: int, device: str) -> list[Measured]:
     """A resume in a new process whose optimizer has no state yet, from files in the page cache."""
 
     def child(who: str) -> Callable[[], Mapping[str, float]]:
         def run() -> Mapping[str, float]:
-            command = [sys.executable, "-m", "tests.bench.load", who, str(directory), str(size_bytes)]
+            command = [sys.executable, "-m", "tests.bench.load", who, str(directory), str(size_bytes), device]
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
             return {"resume in a new process, files in the page cache": json.loads(done.stdout)["seconds"]}
 
@@ -146,10 +150,11 @@ def _touch(place: Path) -> None:
                     pass
 
 
-def _first_save(root: Path, size_bytes: int, rounds: int) -> list[Measured]:
+def _first_save(root: Path, size_bytes: int, rounds: int, device: str) -> list[Measured]:
     """How long the first save blocks that comes at once after a resume, and the one after it."""
-    state = transformer_state(size_bytes)
-    source, target = torch.ones(size_bytes // 4), torch.zeros(size_bytes // 4)
+    state = transformer_state(size_bytes, device=device)
+    source = torch.ones(size_bytes // 4, device=device)
+    target = torch.zeros(size_bytes // 4, pin_memory=device == "cuda")
     what = "blocking of a save after a resume"
 
     def save(*, before: int) -> Mapping[str, float]:
@@ -192,11 +197,11 @@ def _many(root: Path, rounds: int) -> list[Measured]:
     )
 
 
-def _main(who: str, directory: Path, size_bytes: int) -> None:
-    state = transformer_state(size_bytes, stepped=False)
-    seconds = _timed("seconds", lambda: _load(who, directory, state))()
+def _main(who: str, directory: Path, size_bytes: int, device: str) -> None:
+    state = transformer_state(size_bytes, stepped=False, device=device)
+    seconds = _timed("seconds", lambda: _load(who, directory, state, device))()
     print(json.dumps(seconds))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    _main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -14,7 +14,17 @@ import torch
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.testing import GcsServerProcess
 
-__all__ = ["BUCKET", "cold", "describe_disk", "empty", "one_file_root", "random_file", "server", "transformer_state"]
+__all__ = [
+    "BUCKET",
+    "arrive",
+    "cold",
+    "describe_disk",
+    "empty",
+    "one_file_root",
+    "random_file",
+    "server",
+    "transformer_state",
+]
 
 BUCKET = "bench"
 _BLOCK_BYTES = 4096
@@ -38,7 +48,7 @@ def describe_disk(directory: Path) -> str:
     return found + {"1": " on a spinning disk", "0": " on a solid-state disk"}.get(kinds[0] if kinds else "", "")
 
 
-def transformer_state(size_bytes: int, *, stepped: bool = True) -> TrainState:
+def transformer_state(size_bytes: int, *, stepped: bool = True, device: str = "cpu") -> TrainState:
     """Return a model and its AdamW, of ``size_bytes`` with moments, shaped like a small language model.
 
     Unless it has ``stepped``, the optimizer has no moments yet, as in a process that has just started.
@@ -52,7 +62,7 @@ def transformer_state(size_bytes: int, *, stepped: bool = True) -> TrainState:
             "embedding": torch.nn.Embedding(rows, width),
             "blocks": torch.nn.ModuleList(_block(width) for _ in range(blocks)),
         }
-    )
+    ).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if stepped:
         for parameter in model.parameters():
@@ -60,6 +70,12 @@ def transformer_state(size_bytes: int, *, stepped: bool = True) -> TrainState:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return TrainState(model=model, optimizer=optimizer)
+
+
+def arrive(device: str) -> None:
+    """Wait until everything that was begun on ``device`` is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def _block(width: int) -> torch.nn.Module:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core import signing
 from tests.bench.contest import Contestant, Measured, measure
-from tests.bench.places import empty, transformer_state
+from tests.bench.places import arrive, empty, transformer_state
 from tests.bench.raw_disk import write_raw
 
 __all__ = ["measure_save"]
@@ -35,32 +35,36 @@ _TIMES = 3  # for what blocks for a tenth of a second
 _BLOCKING, _DURABLE = "save: blocking", "save: until durable"
 
 
-def measure_save(directory: Path, size_bytes: int, rounds: int) -> list[Measured]:
+def measure_save(directory: Path, size_bytes: int, rounds: int, device: str) -> list[Measured]:
     """Measure saves of one state of ``size_bytes``."""
-    state = transformer_state(size_bytes)
+    state = transformer_state(size_bytes, device=device)
     with CheckpointManager(directory / "root") as manager:
         manager.resume(state)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # async_save needs one
         try:
-            return measure(_contestants(manager, state, directory, size_bytes), rounds)
+            return measure(_contestants(manager, state, directory, size_bytes, device), rounds)
         finally:
             dist.destroy_process_group()
 
 
-def _contestants(manager: CheckpointManager, state: TrainState, directory: Path, size_bytes: int) -> list[Contestant]:
-    source = torch.ones(size_bytes // 4)
-    target = torch.zeros(size_bytes // 4)
+def _contestants(
+    manager: CheckpointManager, state: TrainState, directory: Path, size_bytes: int, device: str
+) -> list[Contestant]:
+    pinned = device == "cuda"
+    source = torch.ones(size_bytes // 4, device=device)
+    target = torch.zeros(size_bytes // 4, pin_memory=pinned)
     place = directory / "peer"
     steps = iter(range(1, 1_000_000))
     stager = DefaultStager(
         StagingOptions(
-            use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
+            use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
         )
     )
 
     def train() -> None:
         with torch.no_grad():
             next(state.model.parameters()).add_(1e-3)
+        arrive(device)
 
     def ours(*kinds: Any) -> Callable[[], Mapping[str, float]]:
         def run() -> Mapping[str, float]:
@@ -104,7 +108,7 @@ def _contestants(manager: CheckpointManager, state: TrainState, directory: Path,
 
     def state_dict() -> dict[str, Any]:
         model, optimizer = get_state_dict(state.model, state.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return {"model": dict(model), "optimizer": optimizer}  # an OrderedDict is too much for the stager of 2.11
 
     def torch_save(path: Path) -> None:
         with path.open("wb") as file:

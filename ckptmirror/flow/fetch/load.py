@@ -129,9 +129,13 @@ def _load_older(found: CheckpointReference, map_location: str) -> LoadedCheckpoi
 
 @contextmanager
 def _inconsistent_at_worst(found: CheckpointReference) -> Iterator[None]:
-    """Blame the file for values that are allowed, but that no save has in this order."""
+    """Blame the file for values that are allowed, but that no save has in this order; not for a device without room."""
+    from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS
+
     try:
         yield
+    except DEVICE_ERRORS:
+        raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise IntegrityError(f"{found.path} is inconsistent: {type(error).__name__}: {error}") from error
 

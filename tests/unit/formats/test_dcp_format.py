@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -394,3 +394,17 @@ def test_tensors_of_an_optimizer_keep_the_order_of_their_axes_in_memory(tmp_path
     assert back["nested"][0]["row"].equal(basis[0].t())
     plain = read_directory_metadata(tmp_path / "dcp_000001").state_dict_metadata
     assert "optimizer.state.weight.like" in plain  # as any reader of the format expects it
+
+
+def test_a_torch_that_completes_a_copy_of_the_metadata_can_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch before 2.12 does."""
+    finish = FileSystemWriter.finish
+    monkeypatch.setattr(
+        FileSystemWriter, "finish", lambda self, metadata, results: finish(self, replace(metadata), results)
+    )
+    state, other = make_state(), make_state(1)
+    meta = save("dcp", tmp_path, state)
+    load("dcp", tmp_path, meta, other)
+    same_bits(other.model.state_dict(), state.model.state_dict())
