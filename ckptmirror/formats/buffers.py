@@ -29,9 +29,7 @@ def is_buffer(now: Any, saved: Any) -> bool:
 
 def bounds_of(value: Any) -> tuple[int, int] | None:
     """Return the first and last address of an array or a byte array; None if it has no bytes."""
-    if type(value) is bytearray:
-        if not value:
-            return None
+    if type(value) is bytearray and value:
         begin = ctypes.addressof(ctypes.c_char.from_buffer(value))
         return begin, begin + len(value)
     if not is_array(value) or value.size == 0:

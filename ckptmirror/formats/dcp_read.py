@@ -106,11 +106,10 @@ class _Reader:
 
     def make(self, owners: Mapping[str, torch.Tensor], is_over: Callable[[], bool]) -> None:
         """Make the tensors that :meth:`value` fills for these owners, if of their shape and in host memory."""
-        here = {key: owner for key, owner in owners.items() if owner.device.type == "cpu"}
-        described = self._metadata.state_dict_metadata
-        for key, owner in here.items():
-            if getattr(described[key], "size", None) == owner.shape:  # not yet verified: it may say any size
-                self._made[key] = (owner, _allocate(described[key], owner))
+        for key, owner in owners.items():
+            described = self._metadata.state_dict_metadata[key]  # not yet verified: it may say any size
+            if owner.device.type == "cpu" and getattr(described, "size", None) == owner.shape:
+                self._made[key] = (owner, _allocate(described, owner))
 
         def back(local: torch.Tensor) -> None:
             back_with_memory(local.data_ptr(), local.nbytes, is_over)

@@ -55,6 +55,9 @@ def state(way: str) -> TrainState:
         torch.cuda.make_graphed_callables(model, (torch.zeros(4, WIDTH, device="cuda"),))
     more: dict[str, Any] = {"fused": way == "fused"} if way in ("fused", "plain") else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=way == "graphed", **more)
+    extra: dict[str, Any] = {"loss": torch.zeros((), device="cuda"), "rank": rank()}
+    if way == "fused":
+        extra["generator"] = torch.Generator("cuda").manual_seed(5)
     return TrainState(
         model=model,
         optimizer=optimizer,
@@ -62,7 +65,7 @@ def state(way: str) -> TrainState:
         ema=ema,
         scaler=torch.amp.GradScaler("cuda", init_scale=2.0**30, growth_interval=2) if way == "scaled" else None,
         dataloader=Cursor(),
-        extra={"loss": torch.zeros((), device="cuda"), "rank": rank()},
+        extra=extra,
     )
 
 
@@ -85,7 +88,8 @@ def step(state: TrainState) -> list[float]:
             average.lerp_(parameter.detach(), 0.1)
         network(state.model).seen += 1
     state.extra["loss"].copy_(loss.detach())
-    return [loss.item(), torch.rand(1, device="cuda").item(), torch.rand(1).item()]
+    own = torch.rand(1, device="cuda", generator=state.extra.get("generator"))
+    return [loss.item(), own.item(), torch.rand(1, device="cuda").item(), torch.rand(1).item()]
 
 
 def network(model: Any) -> Network:
