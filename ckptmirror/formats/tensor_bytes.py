@@ -67,7 +67,7 @@ def compact(tree: Any) -> Any:
                 owned, leaf.device_mesh, leaf.placements, run_check=False, shape=leaf.shape, stride=leaf.stride()
             )
         if not _is_dense(leaf):
-            return leaf
+            return leaf.resolve_conj().resolve_neg() if type(leaf) is torch.Tensor else leaf
         key = _view_key(leaf)
         if key not in made:
             made[key] = _own(leaf, shown, dtypes)

@@ -6,8 +6,8 @@ Rules:
   uses one of the cores, the other threads do more. torch would start and join its pool for every tensor, with equal
   shares: on a machine whose cores are busy, each of these joins waits for a core.
 * Copies from a device run on their own stream, which waits for the work that the training has queued. The host goes on
-  meanwhile only if bytes are all that is copied: torch conjugates, negates and reorders on the host, at once, whether
-  the bytes have arrived or not.
+  meanwhile only if bytes are all that is copied: torch reorders on the host, at once, whether the bytes have arrived or
+  not. Views are conjugated and negated there: on the way, torch negates what is not one run of bytes twice.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def _copy_from_device(target: torch.Tensor, source: torch.Tensor, streams: dict[
         streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         streams[device].wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(streams[device]):
+        source = source.resolve_conj().resolve_neg()
         target.copy_(source, non_blocking=_is_same_run(target, source))
 
 

@@ -55,6 +55,10 @@ def state(way: str) -> TrainState:
         torch.cuda.make_graphed_callables(model, (torch.zeros(4, WIDTH, device="cuda"),))
     more: dict[str, Any] = {"fused": way == "fused"} if way in ("fused", "plain") else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, capturable=way == "graphed", **more)
+    if way == "plain":
+        turned = torch.randn(5, dtype=torch.complex64, device="cuda").conj()
+        model.register_buffer("conjugate", turned)
+        model.register_buffer("negative", turned.imag)
     extra: dict[str, Any] = {"loss": torch.zeros((), device="cuda"), "rank": rank()}
     if way == "fused":
         extra["generator"] = torch.Generator("cuda").manual_seed(5)

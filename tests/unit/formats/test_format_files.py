@@ -22,13 +22,14 @@ from ckptmirror.formats.read_full import read_extra
 from ckptmirror.formats.shards import Piece, fill, read_pieces
 from ckptmirror.formats.sidecars import tensor_list, write_sidecars
 from ckptmirror.formats.tensor_bytes import compact
+from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.weights_only_values import MARK, decode, encode
 from ckptmirror.local.checksummed_writer import ArtifactWriter
 from ckptmirror.local.checksums import crc32c, verify_file
 from ckptmirror.sums.digests import byte_view, digest32, sum32_there
 from ckptmirror.sums.fingerprints import fingerprint
 from ckptmirror.untrusted.tensor_files import load_bytes, load_pt
-from tests.kit.formats import SAVE_ID, context, load, make_state, same_bits, save, train
+from tests.kit.formats import KINDS, SAVE_ID, context, load, make_state, same_bits, save, train
 
 
 def test_pieces_of_a_shared_arena_are_written_without_the_rest_of_it(tmp_path: Path) -> None:
@@ -335,3 +336,18 @@ def test_an_emergency_snapshot_without_a_part_is_refused_before_anything_changes
     with pytest.raises(IntegrityError, match="not an emergency snapshot"):
         load("emergency", tmp_path, meta, other)
     same_bits(before, dict(other.model.named_parameters()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_conjugate_and_a_negative_view_of_one_storage_come_back(tmp_path: Path, kind: Kind) -> None:
+    def state(seed: int) -> TrainState:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(3, 3)
+        turned = torch.randn(5, dtype=torch.complex64).conj()
+        model.register_buffer("conjugate", turned)
+        model.register_buffer("negative", turned.imag)
+        return TrainState(model=model)
+
+    saved, loaded = state(0), state(1)
+    load(kind, tmp_path, save(kind, tmp_path, saved), loaded)
+    assert all(torch.equal(*pair) for pair in zip(loaded.model.buffers(), saved.model.buffers(), strict=True))
