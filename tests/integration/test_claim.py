@@ -232,6 +232,30 @@ def test_an_attempt_asks_anew_before_its_first_commit_what_a_drain_elsewhere_has
         heir.confirm(mirror, make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id))
 
 
+def test_an_attempt_whose_first_commit_was_allowed_and_failed_asks_anew_before_it_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drain may have committed meanwhile. Once the mirror has a save of the attempt, nothing is asked any more."""
+    mirror = opened(memory_url())
+    root, gone = tmp_path / "root", tmp_path / "gone"
+    _, left = left_on(gone, mirror)
+    heir = claim_run(root, mirror)
+    mine = [make_save(root, 50 * n, ("model",), heir.attempt, n - 2, run_id=heir.run_id) for n in (3, 4)]
+    heir.confirm(mirror, mine[0])
+    drain_confirmation(gone, mirror)(mirror, left)
+    put_on_mirror(mirror.store, gone, left)
+    with pytest.raises(AttemptFenced, match="has committed, and did not start from it"):
+        heir.confirm(mirror, mine[0])
+
+    heir = claim_run(root, mirror)
+    mine = [make_save(root, 200 + 50 * n, ("model",), heir.attempt, n, run_id=heir.run_id) for n in (1, 2, 3)]
+    heir.confirm(mirror, mine[0])
+    put_on_mirror(mirror.store, root, mine[0])
+    heir.confirm(mirror, mine[1])
+    monkeypatch.setattr(heir._places, "survey", None)
+    heir.confirm(mirror, mine[2])
+
+
 def test_a_drain_asks_anew_whether_an_attempt_that_was_listed_before_has_committed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

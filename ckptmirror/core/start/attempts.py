@@ -370,6 +370,12 @@ def may_commit(evidence: Evidence, attempt: str) -> Verdict:
     return Verdict("commit")
 
 
+def has_save_on(evidence: Evidence, mirror: str, attempt: str) -> bool:
+    """Return whether a mirror has a committed save of an attempt."""
+    there = evidence.row(mirror)
+    return there is not None and attempt in _ids(there, Voice.COUNTS)
+
+
 def left_behind(evidence: Evidence, mirror: str, attempt: str, save: SaveFacts) -> bool:
     """Return whether a save of an earlier attempt would put one that has none on this mirror yet off the lineage there.
 
@@ -385,8 +391,7 @@ def left_behind(evidence: Evidence, mirror: str, attempt: str, save: SaveFacts) 
     Raises:
         LineageError: The lists contradict one another.
     """
-    there = evidence.row(mirror)
-    if there is not None and attempt in _ids(there, Voice.COUNTS):
+    if has_save_on(evidence, mirror, attempt):
         return False
     counted = count(evidence, mirrors_only=True)
     if attempt in _of_persons(evidence, counted.known, counted.silent)[0]:

@@ -41,6 +41,7 @@ from ckptmirror.core.start.attempts import (
     Claim,
     Verdict,
     drained_list,
+    has_save_on,
     is_settled,
     left_behind,
     may_commit,
@@ -184,7 +185,7 @@ class RunClaim:
         self._own_id = read_root_id(root).id
         self._places = _Places(root, table, mirrors, cache, self._identity)
         self._begins = False
-        self._may_commit: set[str] = set()
+        self._may_commit: set[str] = set()  # mirrors that have a save of this attempt
         self._lock = threading.Lock()
         self._mirror_locks: dict[str, threading.Lock] = {}
 
@@ -282,12 +283,16 @@ class RunClaim:
                 return
             if is_part or mirror.url in self._may_commit:
                 return
-            verdict = may_commit(self._places.survey().evidence, self.attempt.id)
+            seen = self._places.survey().evidence
+            verdict = may_commit(seen, self.attempt.id)
             if verdict.may == "wait":
                 raise waiting(verdict, self.root)
             if verdict.may == "fenced":
                 raise self._fence(f"On {mirror.url} {verdict.why}.")
-            self._may_commit.add(mirror.url)
+            if has_save_on(
+                seen, mirror.url, self.attempt.id
+            ):  # not before: the commit may fail, and a drain come first
+                self._may_commit.add(mirror.url)
 
     def _fence(self, why: str) -> AttemptFenced:
         self.fenced = f"{why} This is attempt {self.attempt.number} ({self.attempt.id[:8]})."
