@@ -115,7 +115,8 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
     """Open or create the root's pending-uploads table; in ``state_dir`` if the root is on a network file system.
 
     A broken table is moved aside, never deleted, and recreated. It is a cache of facts: a file that it does not know
-    counts as not durable until the mirrors are asked again.
+    counts as not durable until the mirrors are asked again. So is an old one of this host, if the root notes the table
+    of another host that has led since.
 
     Raises:
         BrokenTable: It is broken, and only the root's note names its place. Nothing was changed.
@@ -133,9 +134,11 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
                 "so it stays.",
                 hint=f"Start the trainer with its state_dir, {path.parent} if that is the one: it recreates the table.",
             ) from error
-        aside = UploadsTable.set_aside(path)
-        _log.error("%s It is now at %s; its facts are gathered again from disk and mirrors.", error, aside)
-        table = _open_own(root, path, clock)
+        table = _open_anew(root, path, clock, str(error))
+    if state_dir is not None and (note := _note_of_another(root, table)) is not None:
+        table.close()
+        why = f"{path} is out of date: the table of {root} was last in {note.path} on {note.host}."
+        table = _open_anew(root, path, clock, why)
     try:
         if state_dir is None:
             _check_noted(root, table)
@@ -144,6 +147,13 @@ def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | No
         table.close()
         raise
     return table
+
+
+def _open_anew(root: Path, path: Path, clock: LeaseClock | None, why: str) -> UploadsTable:
+    """Set the table at ``path`` aside, and create another."""
+    aside = UploadsTable.set_aside(path)
+    _log.error("%s It is now at %s; its facts are gathered again from disk and mirrors.", why, aside)
+    return _open_own(root, path, clock)
 
 
 def open_known_table(root: Path, state_dir: Path | None = None, *, read_only: bool = False) -> UploadsTable:
@@ -212,6 +222,15 @@ def _check_noted(root: Path, table: UploadsTable) -> None:
     note = _read_note(root)
     if note is not None and note.id and note.path == str(table.path) and note.id != table.own_id():
         raise _not_here(root, note, "what this machine has there is another one.")
+
+
+def _note_of_another(root: Path, table: UploadsTable) -> _Note | None:
+    """Return the root's note if it names another table than this one, which had been noted earlier."""
+    with contextlib.suppress(ConfigError):
+        note = _read_note(root)
+        if note is not None and note.id and (own := table.own_id()) and own != note.id:
+            return note
+    return None
 
 
 def _not_here(root: Path, note: _Note, what: str) -> NoTable:

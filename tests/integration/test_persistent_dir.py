@@ -26,6 +26,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.names import TRASH_DIR, emergency_meta_name
+from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save import emergency, persistent_dir
 from ckptmirror.flow.save.emergency import emergency_save_id
 from ckptmirror.flow.save.persistent_dir import snapshots_in
@@ -36,7 +37,7 @@ from ckptmirror.local import files
 from ckptmirror.local.inventory import read_inventory
 from tests.kit.cli import run as cli
 from tests.kit.faults import DiskFault, failing, flip_bit, of_a_later_version
-from tests.kit.processes import run_ranks
+from tests.kit.processes import killed_at, run_ranks
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 pytestmark = pytest.mark.long
@@ -544,6 +545,35 @@ def test_ranks_that_cannot_note_a_name_leave_one_snapshot(
     first, second = run_ranks(2, leave_snapshot, str(tmp_path), at, planted)
     assert first == second
     assert Path(first).parent == Path(home)
+    assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
+
+
+def bring_part(base: str) -> None:
+    """Mend rank 0's part from the copy, as the node of rank 0 does."""
+    (meta,) = snapshots_in(Path(base) / "kept").values()
+    persistent_dir.bring_snapshot(Path(base) / "root", Path(base) / "kept", meta, [0])
+
+
+def test_i12_a_part_that_is_whole_on_this_disk_alone_is_there_whenever_the_start_that_mends_another_dies(
+    tmp_path: Path,
+) -> None:
+    """The copy of rank 1's part is damaged, and rank 0's on the disk."""
+    first, _ = run_ranks(2, leave_snapshot, str(tmp_path), (), "")
+    place, name = Place(tmp_path), Path(first).name
+    flip_bit(place.root / name / "rank0.pt")
+    flip_bit(place.kept / name / "rank1.pt")
+    shutil.copytree(place.root / name, tmp_path / "before")
+    whole = (place.root / name / "rank1.pt").read_bytes()
+    died = 0
+    while killed_at(str(died + 1), bring_part, str(tmp_path)):
+        died += 1
+        assert (place.root / name / "rank1.pt").read_bytes() == whole
+        empty_trash(place.root)
+        if died % 5 == 0:
+            assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2, died
+        shutil.rmtree(place.root / name)
+        shutil.copytree(tmp_path / "before", place.root / name)
+    assert died > 4
     assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
 
 

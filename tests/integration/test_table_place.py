@@ -140,6 +140,33 @@ def test_a_trainer_makes_a_lost_table_anew_at_the_place_that_it_is_told(
     assert table_path(root) == tmp_path / "new" / "uploads.db"
 
 
+def test_the_old_table_of_a_host_that_leads_again_is_not_believed(
+    saved: tuple[Path, Path, str, list[Meta]], start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Hosts that mount one root each have a table at the same path, and what only the other one knew has changed."""
+    root, state_dir, url, metas = saved
+    state_dir.rename(tmp_path / "of the first host")
+    node = start(url, state_dir=state_dir)
+    start_node(node)
+    node.close()
+    for path in [root / one.path for one in metas[0].artifacts] + [root / "meta_000100.json"]:
+        path.unlink()  # as its rotation would
+    state_dir.rename(tmp_path / "of the second host")
+    (tmp_path / "of the first host").rename(state_dir)
+    node = start(url, state_dir=state_dir)
+    assert {save.save_id for save in node.table.saves()} == {metas[1].save_id}
+    said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 1
+    assert "uploads.db is out of date" in said[0]
+    assert [path.name for path in state_dir.glob("uploads.db*broken*")]
+    caplog.clear()
+    start_node(node)
+    own = node.table.own_id()
+    node.close()
+    assert start(url, state_dir=state_dir).table.own_id() == own
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_a_note_that_cannot_be_read_is_written_anew_by_the_trainer(
     saved: tuple[Path, Path, str, list[Meta]], start: Start
 ) -> None:

@@ -40,7 +40,7 @@ from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_cata
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.commit import stray_below
 from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
-from ckptmirror.local import checksummed_writer, crashpoints, directories, files, trash
+from ckptmirror.local import checksummed_writer, directories, files, trash
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.direct_io import kept_buffer
@@ -201,9 +201,9 @@ def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s:
 
 
 def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[int] | None = None) -> None:
-    """Copy a whole snapshot into the root in one step, and verify it. It replaces a broken one of its name.
+    """Copy a whole snapshot into the root, and verify it. It mends a broken one of its name.
 
-    Parts of it that the root has, and that are whole, are kept and not copied again.
+    Parts of it that the root has, and that are whole, stay where they are: they may be whole nowhere else.
 
     Args:
         root: The local root.
@@ -228,9 +228,8 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
     kept = _whole_parts(root, meta)
     if ranks is not None and kept.issuperset(ranks):
         return
-    brought = replace(
-        meta, artifacts=tuple(one for one in meta.artifacts if ranks is None or one.rank in kept.union(ranks))
-    )
+    wanted = {one.rank for one in meta.artifacts if ranks is None or one.rank in ranks} - kept
+    brought = replace(meta, artifacts=tuple(one for one in meta.artifacts if one.rank in wanted))
     temporary = root / names.tmp_name(name, meta.save_id)
     if os.path.lexists(temporary):  # an earlier start stopped here
         trash.move_to_trash(root, temporary)
@@ -240,16 +239,9 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
     broken: set[int | None] = set()
 
     def bring(one: Artifact) -> None:
-        target = temporary / Path(one.path).name
-        if one.rank in kept:
-            try:
-                with crashpoints.around("snapshot.link"):
-                    os.link(root / one.path, target, follow_symlinks=False)
-            except OSError:  # a file system without links
-                _copy(root, target, one, meta)
-            return
+        copy = partial(_copy, directory, temporary / Path(one.path).name, one, meta)
         try:
-            guard.call(partial(_copy, directory, target, one, meta), size_bytes=one.digest.size_bytes)
+            guard.call(copy, size_bytes=one.digest.size_bytes)
         except IntegrityError as error:
             if ranks is None or is_not_readable_now(error.__cause__):
                 raise
@@ -277,17 +269,37 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         trash.move_to_trash(root, temporary)
         empty_trash(root)
         return
-    if not os.path.lexists(root / name):
-        directories.publish_dir(temporary, root / name)
-    elif directories.exchange_dirs(temporary, root / name):  # parts that are kept may be whole nowhere else
-        trash.move_to_trash(root, temporary)
-    else:
-        trash.move_to_trash(root, root / name)
-        directories.publish_dir(temporary, root / name)
+    _put_in_place(root / name, temporary, brought, meta, kept)
     with contextlib.suppress(NameTaken):  # the snapshot was taken on this disk, so the note exists
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
     save_logger(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
+
+
+def _put_in_place(final: Path, temporary: Path, brought: Meta, whole: Meta, kept: Collection[int]) -> None:
+    """Give what was brought its name. Beside kept parts, it comes file by file in the place of what is broken.
+
+    So what is kept is there whenever the process dies.
+    """
+    root = final.parent
+    if not kept:
+        if os.path.lexists(final):
+            trash.move_to_trash(root, final)
+        directories.publish_dir(temporary, final)
+        return
+    for path in _paths_of_ranks(whole, {one.rank for one in whole.artifacts}.difference(kept)):
+        with contextlib.suppress(FileNotFoundError):
+            trash.move_to_trash(root, root / path)
+    for path in reversed(_paths_of_ranks(brought)):
+        directories.rename_noreplace(temporary / Path(path).name, root / path, label="snapshot.publish")
+    directories.fsync_dir(final)
+    trash.move_to_trash(root, temporary)
+
+
+def _paths_of_ranks(meta: Meta, ranks: Collection[int | None] | None = None) -> list[str]:
+    """Return the paths of the parts of ranks (None: all), their metas first."""
+    mine = replace(meta, artifacts=tuple(one for one in meta.artifacts if ranks is None or one.rank in ranks))
+    return [*meta_paths(mine), *(one.path for one in mine.artifacts)]
 
 
 def _whole_parts(root: Path, meta: Meta) -> frozenset[int]:
