@@ -416,7 +416,8 @@ class CheckpointManager:
         """Write this rank's part of an emergency snapshot to local disk, durable on return, without any collective.
 
         Every rank calls it at the same step, after :meth:`StopRequest.check` returned True on all of them. If the disk
-        has no room, or fails, the snapshot goes only to ``persistent_dir``.
+        has no room, or fails, the snapshot goes only to ``persistent_dir``. A rank for which it raised may call it once
+        more for the same step; on the others, a second call for one step changes nothing.
 
         Raises:
             LocalStorageFull: There is no room, and no ``persistent_dir``; earlier saves are unchanged.
@@ -430,8 +431,8 @@ class CheckpointManager:
             state,
             run_id=saver.run_id,
             attempt=saver.attempt,
-            number=saver.next_number(),
-            step=checked_step(step),
+            number=saver.number_of_snapshot(checked_step(step)),
+            step=step,
             ranks=self.ranks,
             bus=self.events,
             persistent_dir=self._persistent_dir,

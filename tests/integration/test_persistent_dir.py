@@ -577,6 +577,32 @@ def test_i12_a_part_that_is_whole_on_this_disk_alone_is_there_whenever_the_start
     assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
 
 
+def save_at_the_second_try(rank: int, base: str, goes_on: bool) -> str:
+    """Rank 0 finds the disk full, makes room, and calls again; then training may go on."""
+    with running(Path(base) / "root") as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state, 5)
+        if rank == 0:
+            with failing(DiskFault(at=2, lasting=True, prefix="file.create")), pytest.raises(LocalStorageFull):
+                manager.save_emergency_checkpoint(5, state)
+        path = manager.save_emergency_checkpoint(5, state)
+        assert manager.save_emergency_checkpoint(5, state) == path
+        manager.ranks.exchange(None, what="both have a part")
+        if goes_on:
+            train(state)
+            manager.save(6, state).wait()
+            assert manager.save_emergency_checkpoint(6, state) != path
+        return str(path)
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_rank_that_tries_again_makes_its_part_of_the_same_snapshot(tmp_path: Path, goes_on: bool) -> None:
+    first, second = run_ranks(2, save_at_the_second_try, str(tmp_path), goes_on)
+    assert first == second
+    assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(6 if goes_on else 5, "emergency")] * 2
+
+
 @pytest.mark.parametrize("inside", ["root/kept", "."])
 def test_a_persistent_directory_that_goes_with_the_root_is_refused(tmp_path: Path, inside: str) -> None:
     with pytest.raises(ConfigError, match="are the same directory, or one is inside the other"):

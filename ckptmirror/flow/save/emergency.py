@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import events, names
-from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import (
     CkptMirrorError,
     IntegrityError,
@@ -35,6 +35,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.model import Attempt, Meta
 from ckptmirror.core.plain_values import plain_values
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.emergency_files import note_path, read_note, write_note
 from ckptmirror.flow.save.handle import SaveHandle
@@ -166,6 +167,10 @@ def _write(
     assert parsed is not None
     directory = home / name
     make_own_dir(directory)
+    with contextlib.suppress(FileNotFoundError):  # an earlier call for the same step wrote it
+        there = meta_from_bytes(files.read_limited(directory / names.emergency_meta_name(rank), META_LIMIT_BYTES))
+        if there.save_id == plan.save_id:
+            return name, there
     try:
         artifacts = write_emergency(
             state,

@@ -112,6 +112,7 @@ class Saver:
         self._stages = stages
         self._before_each = before_each
         self._copier: HostCopier | None = None
+        self._snapshot: tuple[int, int] | None = None  # step and number of the last emergency snapshot
         self._in_flight: SaveHandle | None = None
         self._turn_lock = TurnLock()
         self._stall_detector = StallDetector()
@@ -250,6 +251,15 @@ class Saver:
     def next_number(self) -> int:
         """Take the number of the next save of this attempt."""
         self._number += 1
+        return self._number
+
+    def number_of_snapshot(self, step: int) -> int:
+        """Take the number of an emergency snapshot; if the last number was taken for one of this step, that one.
+
+        So a rank that tries again makes its part of the same snapshot as the others.
+        """
+        if self._snapshot != (step, self._number):
+            self._snapshot = step, self.next_number()
         return self._number
 
     def wait_over(self, timeout_s: float) -> None:
