@@ -263,6 +263,7 @@ def push(
             )
         add_missing_records(table, [spec], metas)
         table.retry_failed(mirror=spec.url)
+        table.end_delays([spec.url])
         known_specs = [MirrorSpec(row.url, row.required) for row in table.mirrors() if row.url != spec.url]
         work = _Work(root, held, [spec], [*known_specs, spec], bus or events.EventBus(), on_progress)
         work.look(lambda audit: audit.ask(), ends_s)

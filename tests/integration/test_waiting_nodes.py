@@ -14,7 +14,11 @@ import pytest
 from ckptmirror.cli._human_text import size
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.errors import AttemptFenced
 from ckptmirror.core.model import Meta
+from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.upload.workers import upload_save
+from ckptmirror.local.table_place import open_known_table
 from tests.kit.cli import run
 from tests.kit.roots import MirroredRoot
 from tests.kit.saves import make_save
@@ -134,3 +138,34 @@ def test_a_mirror_that_is_not_there_is_an_error_that_names_it(nodes: Nodes, tmp_
     ended = run("status", nodes.places[0].root, "--mirror", f"file://{tmp_path}/elsewhere/run", "--json")
     assert (ended.returncode, ended.stdout) == (10, "")
     assert f"{tmp_path}/elsewhere" in ended.stderr
+
+
+def test_a_node_that_waits_for_another_learns_that_its_attempt_is_fenced(nodes: Nodes) -> None:
+    """The other node sends nothing more, and this one waited for ever for its part."""
+    done, _ = nodes.places
+    fenced = False
+
+    def confirm(_mirror: Mirror, _meta: Meta | None = None, *, is_part: bool = False) -> None:
+        if fenced:
+            raise AttemptFenced
+
+    context = done.context(confirm=confirm)
+    upload_save(context, nodes.parts[0].save_id)
+    assert context.awaited[nodes.parts[0].save_id]
+    fenced = True
+    done.table.end_delays([nodes.url])
+    with pytest.raises(AttemptFenced):
+        upload_save(context, nodes.parts[0].save_id)
+
+
+def test_a_push_asks_at_once_for_what_an_earlier_one_waited_for(nodes: Nodes, tmp_path: Path) -> None:
+    done, late = nodes.places
+    other = f"file://{tmp_path}/other"
+    assert run("push", "--root", done.root, "--mirror", other, "--timeout", "6").returncode == 8
+    assert run("push", "--root", late.root, "--mirror", other).returncode == 0
+    with open_known_table(done.root) as table:  # which has the clock of the machine
+        table.end_delays([other])
+        claim = table.claim("worker", other, lease_s=60)
+        assert claim is not None
+        table.put_back(claim, "the other node has not sent its part", not_before_s=3600)
+    assert run("push", "--root", done.root, "--mirror", other, "--timeout", "100").returncode == 0

@@ -241,6 +241,10 @@ def test_who_wants_the_save_of_a_part_is_told_who_has_it(tmp_path: Path) -> None
     with pytest.raises(CheckpointNotFound, match="only one node's part of step 1") as refused:
         plan_rewind(root, 1)
     assert "manager.resume(state, policy=1)" in refused.value.hint
+    save = meta_at(root, 1).save_id[:8]
+    with pytest.raises(CheckpointNotFound, match="only one node's part of step 1") as refused:
+        plan_rewind(root, save)
+    assert f"manager.resume(state, policy='{save}')" in refused.value.hint
     with pytest.raises(CheckpointNotFound, match="only a part of step 1: node 0 of 2 nodes") as refused:
         load_checkpoint(root / "dcp_000001")
     assert "ckptmirror stage --step 1" in refused.value.hint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, list_checkpoints
 from tests.nodes.jobs import WAIT_S, Found, Job, built
 
 pytestmark = pytest.mark.long
@@ -41,6 +41,11 @@ def next_job(base: Path, nodes: str) -> list[Found]:
 def test_all_ranks_of_the_fourth_job_go_back_together(diverges: tuple[int, ...], tmp_path: Path) -> None:
     Job(tmp_path, "ab", (1, 2)).run()
     jobs_that_fail(tmp_path, "ab", "ab", "ab", diverges=diverges)
+    for node in "ab":
+        (part,) = [line for line in list_checkpoints(tmp_path / node) if line.step == 2]
+        assert part.quarantined
+        assert part.why.startswith("node ")
+        assert "; quarantined: 3 starts in a row failed from it" in part.why
     found = next_job(tmp_path, "ab")
     assert [one.step for one in found] == [1, 1]
     assert all("step 2 (save " in one.passed_over and "is quarantined" in one.passed_over for one in found)

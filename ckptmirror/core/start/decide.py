@@ -690,12 +690,12 @@ class _Start:
         strangers = self._counted.strangers
         later = [save for save in self._counted.order.superseded if save.step > chosen.step and save not in strangers]
         if later and self._wish.is_auto:
-            last = later[-1].save_id[:8]
+            last = later[-1].save_id
             steps = f"{len(later)} saves (steps {later[0].step} to {later[-1].step}) are"
-            one = f"step {later[0].step} (save {last}) is"
+            one = f"step {later[0].step} (save {last[:8]}) is"
             self._note(
                 f"{steps if len(later) > 1 else one} whole and superseded: a later attempt continued from an earlier "
-                f"save; if that was not meant, stop and run `ckptmirror rewind --save {last}`",
+                f"save; if that was not meant, stop, and continue from it {explain.with_what(last)}",
                 "warning",
             )
         for save in strangers:

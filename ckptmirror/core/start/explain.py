@@ -161,6 +161,12 @@ def goes_on(fork: Attempt) -> str:
     )
 
 
+def with_what(save_id: str) -> str:
+    """Return how a person continues from a save: several nodes that have it together need a start of all of them."""
+    one = save_id[:8]
+    return f"with policy={one!r}, or, where one disk or a mirror has all of it, `ckptmirror rewind --save {one}`"
+
+
 def named_place(row: Row) -> str:
     """Return what a person calls a place: of several nodes' disks, those that hold a run."""
     return f"the disk of node {', '.join(map(str, row.run_on))}" if row.run_on else row.place
@@ -229,5 +235,5 @@ def quarantined(save: SaveFacts, failures: Sequence[Failure], earlier: SaveFacts
         return f"{what}; training continues from it all the same: {obstacle}"
     return (
         f"{what}; training goes back to step {earlier.step}. If the save is not the cause, stop, and continue from it "
-        f"with policy={save.save_id[:8]!r} or `ckptmirror rewind --save {save.save_id[:8]}`"
+        f"{with_what(save.save_id)}"
     )

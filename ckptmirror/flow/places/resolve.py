@@ -365,12 +365,16 @@ def _listed(catalog: Catalog, root: Path | None, waiting: Iterable[Uncommitted] 
     from ckptmirror.flow.places.legacy_references import find_older, older_on_mirror
 
     lines = [line for part in by_run(catalog) for line in _listed_whole(part, root)]
+    quarantined = quarantined_in(catalog, root)
     for name, problem in catalog.problems.items():
         parsed = names.parse_name(Path(name).name)
         step = parsed.step if parsed is not None and parsed.step is not None else -1
         if problem.meta is not None:
             rest = problem.meta.narrowed(problem.kinds) if problem.kinds else _lost(problem.meta, catalog)
-            lines.append(_line(rest, "incomplete", why=problem.why, place=name))
+            of_starts = quarantined.get(rest.save_id)
+            why = problem.why if of_starts is None else f"{problem.why}; quarantined: {of_starts}"
+            line = _line(rest, "incomplete", why=why, place=name)
+            lines.append(replace(line, quarantined=of_starts is not None))
         else:
             lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
     for one in waiting:

@@ -51,7 +51,7 @@ from ckptmirror.core.start.attempts import (
 )
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.core.start.disks import seen_by_its_job
-from ckptmirror.core.start.explain import with_root
+from ckptmirror.core.start.explain import with_root, with_what
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
@@ -135,7 +135,7 @@ class _Places:
             raise StorePermanent(
                 f"Step {meta.step} is superseded, and is not committed on {mirror.url}: {verdict.why}.",
                 hint=with_root(
-                    f"To continue from it, run `ckptmirror rewind --save {meta.save_id[:8]}`; else leave it here.",
+                    f"Continue from it {with_what(meta.save_id)}; or leave it here.",
                     str(self._root),
                 ),
             )

@@ -136,7 +136,7 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         return RewindPlan(None, (), _fork(seen, move), silent)
     assert isinstance(move, Try), "a save was named"
     if keeps_part(root, seen, move):
-        raise _needs_all_nodes(root, move.save.step, _NOT_ALL_KINDS)
+        raise _needs_all_nodes(root, reference, move.save.step, _NOT_ALL_KINDS)
     rows = [row.place for row in seen.evidence.rows]
     there = {place for save_id, place in seen.metas if save_id == move.save.save_id}
     places = (move.place, *(place for place in rows if place in there and place != move.place))
@@ -148,9 +148,9 @@ def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirror
 
     Where a disk has one node's part of the save, and no mirror the whole of it, only all nodes together can go back.
     """
-    parts = [part for part in seen.evidence.disk.parts if reference in (part.save.step, part.save.save_id)]
+    parts = [part.save for part in seen.evidence.disk.parts if _names(reference, part.save)]
     if isinstance(error, CheckpointNotFound) and parts:
-        return _needs_all_nodes(root, parts[0].save.step, "no mirror has the whole save")
+        return _needs_all_nodes(root, reference, parts[0].step, "no mirror has the whole save")
     order = count(seen.evidence).order
     aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
     if isinstance(error, CheckpointNotFound) and aside:
@@ -159,10 +159,14 @@ def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirror
     return error
 
 
-def _needs_all_nodes(root: Path, step: int, why: str) -> CheckpointNotFound:
+def _names(reference: int | str, save: SaveFacts) -> bool:
+    return save.save_id.startswith(reference) if isinstance(reference, str) else save.step == reference
+
+
+def _needs_all_nodes(root: Path, reference: int | str, step: int, why: str) -> CheckpointNotFound:
     return CheckpointNotFound(
         f"{root} has only one node's part of step {step}, and {why}.",
-        hint=f"Go back on all nodes together: start once with manager.resume(state, policy={step}).",
+        hint=f"Go back on all nodes together: start once with manager.resume(state, policy={reference!r}).",
     )
 
 
@@ -278,7 +282,7 @@ def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> t
         if meta is None:
             return proposal, None
         if proposal.gathered:
-            raise _needs_all_nodes(root, meta.step, _NOT_ALL_KINDS)
+            raise _needs_all_nodes(root, meta.save_id[:8], meta.step, _NOT_ALL_KINDS)
         artifacts = meta.artifacts_of(proposal.kind)
         total, done = sum(artifact.digest.size_bytes for artifact in artifacts), 0
 

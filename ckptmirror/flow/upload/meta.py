@@ -210,13 +210,15 @@ class MetaUpload(Sending):
         return [plain, names.tagged(plain, meta.save_id)]
 
     def _ask_for_awaited(self, meta: Meta) -> None:
-        """Ask for the part that this node waits for.
+        """Ask for the part that this node waits for, and whether this attempt may still wait.
 
         Raises:
             NodeBehind: It is not there yet, and neither is the whole meta, which may outlive it.
+            AttemptFenced: A newer attempt has started: the other node sends nothing more.
         """
         awaited = self._context.awaited.get(meta.save_id)
         if awaited and all(self._store.stat(name) is None for name in (awaited, *self._whole_names(meta))):
+            self._context.confirm(self._context.mirror, None)
             raise self._behind(awaited)
 
     def _behind(self, part: str) -> NodeBehind:
