@@ -7,9 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
-from ckptmirror import CheckpointManager, Retention
-from ckptmirror.core.errors import DeadlinePassed
+from ckptmirror import CheckpointManager, Retention, TrainState
+from ckptmirror.core.errors import DeadlinePassed, RefusedOnlyCopy
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
@@ -123,3 +124,29 @@ def test_i1_a_part_goes_only_once_it_is_on_a_mirror_that_waits_for_a_node_which_
         assert 1 in {meta.step for meta in there}
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("steps", [(1, 2), (2,)])
+def test_a_start_on_other_nodes_says_which_save_waits_for_a_node(steps: tuple[int, ...], tmp_path: Path) -> None:
+    run_ranks(2, save_steps, tmp_path, steps, ("mirror",), 9, False)
+    assert drain(tmp_path / "a", timeout_s=6.0).awaited
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), extra={})
+    says = "2 nodes saved it, and it waits for node 1: `ckptmirror drain` there finishes it"
+    with CheckpointManager(tmp_path / "c", [f"file://{tmp_path}/mirror"], kinds=("dcp",)) as manager:
+        if len(steps) == 1:
+            with pytest.raises(RefusedOnlyCopy) as refused:
+                manager.resume(state)
+            assert refused.value.hint.startswith(f"Step 2: {says}")
+            return
+        start = manager.resume(state)
+    assert start is not None
+    assert start.step == 1
+    (line,) = start.passed_over
+    assert line.startswith(f"step 2 (file://{tmp_path}/mirror/parts/meta_000002-")
+    assert says in line
+    drain(tmp_path / "b", timeout_s=WAIT_S)
+    with CheckpointManager(tmp_path / "d", [f"file://{tmp_path}/mirror"], kinds=("dcp",)) as manager:
+        start = manager.resume(state)
+    assert start is not None
+    assert (start.step, start.passed_over) == (2, ())

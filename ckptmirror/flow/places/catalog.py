@@ -120,6 +120,11 @@ class Catalog:
         broken = [problem.meta for problem in self.problems.values() if problem.meta is not None]
         return [*self.saves.values(), *broken]
 
+    @property
+    def known(self) -> list[str]:
+        """The ids of the saves that a meta or a tombstone names."""
+        return [*self.tombstones, *(meta.save_id for meta in self.metas())]
+
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
         """Order the saves by ``attempts``, which then all count; None: by the place's own list and its metas.
 

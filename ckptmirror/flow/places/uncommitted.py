@@ -62,8 +62,7 @@ def uncommitted_saves(
     if step is not None:
         prefix = f"{names.PARTS_DIR}/meta_{names.SaveName(step).stem}-"
         listed = tuple(info.name for info in mirror.store.list(prefix))
-    known = [*catalog.tombstones, *(meta.save_id for meta in catalog.metas())]
-    waiting = parts_there(listed, known)
+    waiting = parts_there(listed, catalog.known)
     objects = {at: _objects_of_step(mirror, at) for at in dict.fromkeys(one.step for one in waiting)}
     claimed = {artifact.object_name for meta in catalog.metas() for artifact in meta.artifacts}
     found = []

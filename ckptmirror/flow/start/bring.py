@@ -37,6 +37,7 @@ from ckptmirror.core.start.disks import Torn, never_whole, torn
 from ckptmirror.core.start.evidence import DISK
 from ckptmirror.core.start.explain import Notice, goes_on, with_root
 from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
+from ckptmirror.core.uncommitted import PartsThere, parts_there
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache, local_catalog
@@ -191,6 +192,8 @@ class Bringer:
             move = self._move(self.seen)
             match move:
                 case Refuse(error=error):
+                    if waiting := [f"Step {one.step}: {one.problem.why}" for _, one in self._waiting(-1)]:
+                        error.hint = f"{'. '.join(waiting)}. Or else: {error.hint}"
                     raise error
                 case MakeRoom():
                     freed = self._freed if self._others else bool(self._node.rotate().deleted)
@@ -203,6 +206,9 @@ class Bringer:
                     return Proposal(run_id, skipped=tuple(self._logged), places=self._node.places())
                 case Try():
                     self._say_of_other_kinds(move)
+                    for url, one in self._waiting(move.save.step) if self._wish.is_auto else ():
+                        name = f"{url}/{next(iter(one.names.values()))}"
+                        self._log_once(Notice(f"step {one.step} ({name}): {one.problem.why}", step=one.step, place=url))
                     if self._others or keeps_part(self._node.root, self.seen, move):
                         self._chosen = move
                         return self._for_all_nodes(move)
@@ -226,6 +232,17 @@ class Bringer:
         for one in self.seen.evidence.disk.problems:
             if one.save_id == move.save.save_id and one.kinds and move.kind not in one.kinds:
                 self._log_once(Notice(f"kind {'+'.join(one.kinds)} of step {move.save.step} ({one.name}): {one.why}"))
+
+    def _waiting(self, above: int) -> list[tuple[str, PartsThere]]:
+        """Return, by mirror, the saves of later steps that wait there for nodes, and of which no disk has a part."""
+        here = {part.save.save_id[:8] for part in self.seen.evidence.disk.parts}
+        return [
+            (url, one)
+            for url, place in self.seen.seen.items()
+            if place.catalog is not None
+            for one in parts_there(place.catalog.others, place.catalog.known)
+            if one.step > above and one.digits not in here
+        ]
 
     def _move(self, seen: Survey) -> Move:
         move = next_move(seen.evidence, self._wish, self._tried)
