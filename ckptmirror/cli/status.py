@@ -62,7 +62,7 @@ def command(root: Path, with_code: bool, mirrors: tuple[str, ...], as_json: bool
     """
     from ckptmirror.flow.status import read_awaited, read_status
 
-    status = read_status(root)
+    status = read_status(root, mirrors=mirrors)
     exit_code, verdict = _verdict(status)
     awaited: list[AwaitedSave] = []
     if mirrors:

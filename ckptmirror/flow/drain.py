@@ -38,7 +38,7 @@ from ckptmirror.core.model import Meta
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.attempt_lists import check_can_sign
-from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog
+from ckptmirror.flow.places.catalog import Catalog, catalogs_on, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
     MirrorSpec,
@@ -48,7 +48,7 @@ from ckptmirror.flow.places.mirrors import (
     stop_retrying,
     waiting_for_removed,
 )
-from ckptmirror.flow.places.select import lineage_of
+from ckptmirror.flow.places.select import is_left_behind, lineage_of
 from ckptmirror.flow.retention.durability import Durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
@@ -460,7 +460,7 @@ class _Work:
         refused |= {url: str(error) for url, error in unasked.items() if reach_after(error) is Reach.REFUSED}
         unasked = {url: error for url, error in unasked.items() if url not in refused}
         left = waiting_for_removed(table, {row.url for row in table.mirrors()})
-        found = _emergency(self._root, here)
+        found = _emergency(self._root, here, [] if self._held.is_busy else [url for url in urls if url not in unasked])
         awaited = [f"step {r.step}: {r.last_error}" for r in waiting_for_nodes(table.records(), urls)]
         at = _settled(table, urls, Transfers())
         return DrainReport(at, pending, tuple(failed), refused, unasked, left, *found, tuple(awaited))
@@ -472,10 +472,16 @@ class _Work:
         return {url: StoreTemporary("it did not answer in time") for url in self._urls if url in known}
 
 
-def _emergency(root: Path, here: Catalog) -> tuple[int | None, Path | None, bool]:
-    """Return the newest step of the lineage if it is a snapshot, the directory with its copy, and if it is here."""
-    newest = max(lineage_of(with_kept(root, here)).current.values(), key=lambda save: save.step, default=None)
+def _emergency(root: Path, here: Catalog, urls: Sequence[str]) -> tuple[int | None, Path | None, bool]:
+    """Return the newest step of the lineage if it is a snapshot, the directory with its copy, and if it is here.
+
+    None if the run went on without it, as mirrors tell.
+    """
+    everywhere = with_kept(root, here)
+    newest = max(lineage_of(everywhere).current.values(), key=lambda save: save.step, default=None)
     if newest is None or newest.kinds != ("emergency",):
+        return None, None, True
+    if is_left_behind(everywhere.saves[newest.save_id], everywhere, catalogs_on(urls)):
         return None, None, True
     return newest.step, copy_of(root, newest.save_id), newest.save_id in here.saves
 

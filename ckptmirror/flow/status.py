@@ -16,9 +16,9 @@ from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.core.uncommitted import Uncommitted
-from ckptmirror.flow.places.catalog import MetaCache, local_catalog, mirror_catalog
+from ckptmirror.flow.places.catalog import MetaCache, catalogs_on, local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, counting, counting_rows
-from ckptmirror.flow.places.select import lineage_of, quarantined_in
+from ckptmirror.flow.places.select import is_left_behind, lineage_of, quarantined_in
 from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.save.emergency_files import is_emergency
@@ -249,16 +249,21 @@ def is_on_mirrors(
     return True
 
 
-def read_status(root: Path, state_dir: Path | None = None) -> Status:
+def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[str] = ()) -> Status:
     """Read the status of a root.
+
+    Args:
+        root: The root.
+        state_dir: As the trainer has it.
+        mirrors: URLs of mirrors to ask whether the run went on elsewhere, if its newest state here is a snapshot.
 
     Raises:
         NoTable: ckptmirror has not saved here.
     """
     with open_known_table(root, state_dir, read_only=True) as table:
         rows = table.mirrors()
-        mirrors = [(row.url, row.required) for row in rows]
-        required = [url for url, is_required in mirrors if is_required]
+        known = [(row.url, row.required) for row in rows]
+        required = [url for url, is_required in known if is_required]
         records = table.records()
         catalog = local_catalog(root).with_parts()
         now = durability(table, catalog.whole.values(), counting_rows(rows))
@@ -296,12 +301,17 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
     safe = max((line.step for line in current if line.safe), default=None)
     newest = [meta for meta in everywhere.saves.values() if standing[meta.save_id] == "current"]
     snapshots = [meta for meta in newest if is_emergency(meta) and (safe is None or meta.step > safe)]
+    if snapshots:
+        there = catalogs_on(mirrors)
+        behind = {meta.save_id for meta in snapshots if is_left_behind(meta, everywhere, there)}
+        newest = [meta for meta in newest if meta.save_id not in behind]
+        snapshots = [meta for meta in snapshots if meta.save_id not in behind]
     snapshot = max(snapshots, key=lambda meta: meta.step, default=None)
     trainer = read_status_file(root)
     skipped = _skipped(trainer)
     return Status(
         root=root,
-        mirrors=tuple(mirrors),
+        mirrors=tuple(known),
         newest_step=max((meta.step for meta in newest), default=None),
         newest_safe_step=safe,
         unsafe_files=len(unsafe),
@@ -312,7 +322,7 @@ def read_status(root: Path, state_dir: Path | None = None) -> Status:
         trainer_alive=is_writer_alive(trainer),
         problems={name: str(why) for name, why in catalog.problems.items()},
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in now.open},
-        unasked=tuple(url for url, _ in mirrors if url in now.unasked),
+        unasked=tuple(url for url, _ in known if url in now.unasked),
         emergency_step=snapshot.step if snapshot is not None else None,
         emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
         emergency_here=snapshot is None or snapshot.save_id in catalog.saves,

@@ -26,6 +26,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 from ckptmirror.core.names import TRASH_DIR, emergency_meta_name
+from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save import emergency, persistent_dir
 from ckptmirror.flow.save.emergency import emergency_save_id
@@ -601,6 +602,29 @@ def test_a_rank_that_tries_again_makes_its_part_of_the_same_snapshot(tmp_path: P
     first, second = run_ranks(2, save_at_the_second_try, str(tmp_path), goes_on)
     assert first == second
     assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(6 if goes_on else 5, "emergency")] * 2
+
+
+def test_a_snapshot_without_which_the_run_went_on_elsewhere_is_not_the_newest_state(tmp_path: Path) -> None:
+    """Another machine took the run on from the mirror; this one learns it from the mirror, or from its next start."""
+    root, other, url = tmp_path / "root", tmp_path / "other", f"file://{tmp_path}/mirror"
+    saved_run(root, (2, 4), url)
+    with running(root, url) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save_emergency_checkpoint(5, state)
+    assert read_status(root).emergency_step == 5
+    saved_run(other, (6, 8), url)
+    assert read_status(root).emergency_step == 5  # it asks no mirror
+    now = read_status(root, mirrors=[url])
+    assert (now.emergency_step, now.newest_step) == (None, 4)
+    assert drain(root).emergency_step is None
+    with running(root, url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 8
+        manager.close()
+    assert read_status(root).emergency_step is None
+    assert cli("status", "--root", root, "--exit-code").returncode == 0
 
 
 @pytest.mark.parametrize("inside", ["root/kept", "."])

@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,11 +42,13 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.inventory import Item, read_inventory
+from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = [
     "Catalog",
     "MetaCache",
+    "catalogs_on",
     "facts_of",
     "listed_among",
     "local_catalog",
@@ -264,6 +267,19 @@ def mirror_catalog(
     meta_names |= {meta.save_id: name for name, meta in torn}
     ids = frozenset(meta.save_id for _, meta in torn)
     return Catalog(mirror.url, attempts, saves, problems, tombstones, others, meta_names, ids)
+
+
+def catalogs_on(urls: Iterable[str]) -> list[Catalog]:
+    """Return what each mirror that answers has."""
+    found = []
+    for url in dict.fromkeys(normalise_url(url) for url in urls):
+        mirror = Mirror(url, False, open_store(url, retry=False))
+        try:
+            with contextlib.suppress(CkptMirrorError):
+                found.append(mirror_catalog(mirror))
+        finally:
+            mirror.store.close()
+    return found
 
 
 def _of_its_name(name: str, answer: Meta | Tombstone | CkptMirrorError) -> Meta | Tombstone | CkptMirrorError:

@@ -13,6 +13,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckptmirror.core.errors import (
     CheckpointNotFound,
     IntegrityError,
     KindMismatch,
+    LineageError,
     NotAuthorised,
     Temporary,
     UsageError,
@@ -31,10 +33,10 @@ from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
 from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance, skipped_for
 from ckptmirror.core.start.evidence import Voice
-from ckptmirror.core.start.lineage import Lineage, SaveFacts
+from ckptmirror.core.start.lineage import Lineage, SaveFacts, lineage, merge_attempts
 from ckptmirror.core.start.quarantine import quarantined, why_quarantined
 from ckptmirror.flow.places.attempt_lists import diverged_there, health_here
-from ckptmirror.flow.places.catalog import Catalog
+from ckptmirror.flow.places.catalog import Catalog, facts_of
 from ckptmirror.flow.places.reference import list_hint
 from ckptmirror.local.save_logger import save_logger
 
@@ -44,6 +46,7 @@ __all__ = [
     "attempts_of",
     "choosable",
     "choose",
+    "is_left_behind",
     "lineage_of",
     "not_superseded",
     "quarantined_in",
@@ -63,6 +66,24 @@ def lineage_of(catalog: Catalog) -> Lineage:
     if catalog.attempts is not None or not catalog.saves:
         return catalog.lineage()
     return catalog.lineage(AttemptList(next(iter(catalog.saves.values())).run_id, attempts_of(catalog)))
+
+
+def is_left_behind(save: Meta, here: Catalog, there: Iterable[Catalog] = ()) -> bool:
+    """Whether the run went on without a save of a root, by the root's list and by mirrors that were asked.
+
+    An attempt counts if one of these places has a save of it, or if a listed attempt continues from one.
+    """
+    places = [one for one in (here, *there) if one.attempts is not None and one.attempts.run_id == save.run_id]
+    if not places:
+        return False
+    with contextlib.suppress(LineageError):
+        attempts = merge_attempts(*(one.attempts for one in places if one.attempts is not None)).attempts
+        counting = {meta.attempt.id for one in places for meta in one.metas()}
+        counting |= {one.id for one in attempts if one.by_person}
+        counting |= {one.parent.attempt for one in attempts if one.parent is not None}
+        saves = {meta.save_id: facts_of(meta) for one in places for meta in one.saves.values()}
+        return lineage(attempts, list(saves.values()), counting).standing_by_save()[save.save_id] == "superseded"
+    return False
 
 
 def quarantined_in(catalog: Catalog, root: Path | None) -> dict[str, str]:
