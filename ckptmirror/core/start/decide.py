@@ -385,18 +385,20 @@ class _Start:
         """
         in_line = {one.name for one in self._problems}
         left = self._counted.known.keys() if decided is not None else ()
-        found = [
-            f"{one.name}: {one.why}"
+        broken = [
+            one
             for row in self._evidence.answering()
             for one in row.problems
             if one.save_id not in self._whole
             if not one.is_save or one.name in in_line or one.save is None or one.save.attempt not in left
         ]
+        found = [f"{one.name}: {one.why}" for one in broken]
         found += [
             f"step {save.step} (save {save.save_id[:8]}): no list names its attempt {save.attempt[:8]}"
             for save in self._counted.strangers
         ]
         have = {save.attempt for save in self._counted.saves}
+        have |= {one.save.attempt for one in broken if one.save is not None}
         saved = self._evidence.heard_as(Voice.COUNTS)
         for one in sorted(self._counted.heard.values(), key=_age):
             if decided is not None and _age(one) < _age(decided):

@@ -214,10 +214,10 @@ def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
             f"There are saves, and starting at step 0 would ignore them: {listed}",
             hint="Add force=True to do it anyway (nothing is deleted), or resume without policy='scratch'.",
         )
+    without = ", continue from one without what it lost, as its line says" if "exclude=" in listed else ""
     return RefusedOnlyCopy(
         f"There are saves, but none of them can be resumed, and step 0 is never a silent fallback: {listed}",
-        hint="Repair one, name a whole one (policy=<save id>), continue from one without what it lost, as its line "
-        "says, or decide with policy='scratch', force=True.",
+        hint=f"Repair one, name a whole one (policy=<save id>){without}, or decide with policy='scratch', force=True.",
     )
 
 
