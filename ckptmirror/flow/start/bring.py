@@ -15,7 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import BrokenMeta, CheckpointNotFound, CkptMirrorError, IntegrityError, LocalStorageFull
+from ckptmirror.core.errors import (
+    BrokenMeta,
+    CheckpointNotFound,
+    CkptMirrorError,
+    IntegrityError,
+    LocalStorageFull,
+    RefusedOnlyCopy,
+)
 from ckptmirror.core.meta_merging import plain
 from ckptmirror.core.model import Attempt, Kind, Meta, new_id
 from ckptmirror.core.reach import Reach
@@ -192,7 +199,8 @@ class Bringer:
             move = self._move(self.seen)
             match move:
                 case Refuse(error=error):
-                    if waiting := [f"Step {one.step}: {one.problem.why}" for _, one in self._waiting(-1)]:
+                    waiting = [f"Step {one.step}: {one.problem.why}" for _, one in self._waiting(-1)]
+                    if waiting and isinstance(error, RefusedOnlyCopy | CheckpointNotFound):
                         error.hint = f"{'. '.join(waiting)}. Or else: {error.hint}"
                     raise error
                 case MakeRoom():
