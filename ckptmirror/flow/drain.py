@@ -55,7 +55,6 @@ from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, r
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of, with_kept
 from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
-from ckptmirror.flow.start.forget import forget_removed, removed_elsewhere
 from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, Transfers, UnderWay, Wait
 from ckptmirror.flow.upload.workers import IDLE_S, UploadWorkers, held_elsewhere, still_moving, upload_save
@@ -325,7 +324,6 @@ def _reconcile_if_free(
     audit: MirrorAudit,
 ) -> list[str]:
     """Reconcile if no trainer runs, and return the saves whose files were removed before they were uploaded."""
-    removed = removed_elsewhere(root, mirrors)
     lock = RootLock(root)
     try:
         lock.acquire({"verb": "drain"})
@@ -333,9 +331,7 @@ def _reconcile_if_free(
         audit.ask()
         return []
     try:
-        forget_removed(table, removed)
-        known = {row.url for row in table.mirrors()}
-        done = reconcile(root, table, [spec for spec in specs if spec.url in known])
+        done = reconcile(root, table, specs)
     finally:
         lock.release()  # before the mirrors are asked, which may take long: a trainer that starts need not wait
     carry_on(root, table, mirrors, audit)

@@ -14,7 +14,6 @@ from ckptmirror.core.errors import DeadlinePassed, RefusedOnlyCopy
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.start.forget import forget_mirror
 from ckptmirror.flow.status import read_status
 from ckptmirror.stores import open_store
 from tests.kit.processes import outcome, run_ranks
@@ -151,14 +150,3 @@ def test_a_start_on_other_nodes_says_which_save_waits_for_a_node(steps: tuple[in
         start = manager.resume(state)
     assert start is not None
     assert (start.step, start.passed_over) == (2, ())
-
-
-def test_a_drain_on_another_node_waits_no_more_for_a_mirror_that_was_forgotten_on_one(tmp_path: Path) -> None:
-    run_ranks(2, save_steps, tmp_path, (1, 2), ("one", "two"), 9, False)
-    shutil.rmtree(tmp_path / "two")
-    assert forget_mirror(tmp_path / "a", f"file://{tmp_path}/two").left == (f"file://{tmp_path}/one",)
-    drain(tmp_path / "a", timeout_s=6.0)
-    report = drain(tmp_path / "b", timeout_s=WAIT_S)
-    assert report.is_verified
-    assert set(report.left) <= {f"file://{tmp_path}/two"}
-    assert [url for url, _ in read_status(tmp_path / "b").mirrors] == [f"file://{tmp_path}/one"]

@@ -11,11 +11,8 @@ Rules:
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import wait
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -23,19 +20,15 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
 from ckptmirror.core.model import AttemptList, new_id
-from ckptmirror.core.start.lineage import merge_attempts, merge_requirements, removal
+from ckptmirror.core.start.lineage import merge_attempts, removal
 from ckptmirror.flow.places.attempt_lists import check_can_sign, listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors, set_mirrors
 from ckptmirror.local import files
-from ckptmirror.local.daemon_pool import begin
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import open_known_table
-from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url
 
-__all__ = ["Forgotten", "forget_mirror", "forget_removed", "removed_elsewhere"]
-
-_log = logging.getLogger("ckptmirror.forget")
+__all__ = ["Forgotten", "forget_mirror"]
 
 
 @dataclass(frozen=True)
@@ -88,25 +81,6 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
             return forgotten
         finally:
             lock.release()
-
-
-def removed_elsewhere(root: Path, mirrors: Sequence[Mirror]) -> set[str]:
-    """Return the mirrors that a person has taken out of the run, on any node, as the lists of all that answer say."""
-    asked = [begin(partial(read_mirror_attempts, mirror), "ckptmirror-lists") for mirror in mirrors]
-    wait(asked)
-    lists = [listed_attempts(root), *(one.result()[0] for one in asked if one.exception() is None)]
-    words = merge_requirements(word for listed in lists if listed is not None for word in listed.requirements)
-    return {word.url for word in words if word.is_removed}
-
-
-def forget_removed(table: UploadsTable, removed: Collection[str]) -> None:
-    """Take mirrors that another node has removed out of the table, but for the last. The caller holds the lock."""
-    rows = [row for row in table.mirrors() if not row.pushed]
-    gone = [row.url for row in rows if row.required and row.url in removed]
-    left = [MirrorSpec(row.url, row.required) for row in rows if row.url not in gone]
-    if gone and left:
-        _log.warning("%s was taken out of the run elsewhere: nothing waits for it here any more", ", ".join(gone))
-        set_mirrors(table, left)
 
 
 def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool, dry_run: bool) -> Forgotten:
