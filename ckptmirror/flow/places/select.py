@@ -82,7 +82,7 @@ def is_left_behind(save: Meta, here: Catalog, there: Iterable[Catalog] = ()) -> 
         counting |= {one.id for one in attempts if one.by_person}
         counting |= {one.parent.attempt for one in attempts if one.parent is not None}
         saves = {meta.save_id: facts_of(meta) for one in places for meta in one.saves.values()}
-        return lineage(attempts, list(saves.values()), counting).standing_by_save()[save.save_id] == "superseded"
+        return lineage(attempts, list(saves.values()), counting).standing_by_save().get(save.save_id) == "superseded"
     return False
 
 
