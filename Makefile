@@ -118,4 +118,4 @@ build:     ## Build the wheel, the source archive, and a CycloneDX list of what 
 	$(PYTHON) tests/listed.py dist/ckptmirror.cdx.json
 
 clean:     ## Remove what the targets made
-	rm -rf $(VENV) .venv-lowest .venv-build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-lowest .venv-torch .venv-build build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

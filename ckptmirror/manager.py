@@ -424,14 +424,14 @@ class CheckpointManager:
             LocalStorageUnwritable: The disk is read-only or gone, and there is no ``persistent_dir``.
             IntegrityError: It reported an I/O error, and there is no ``persistent_dir``.
         """
-        saver = self._started()
+        saver, step = self._started(), checked_step(step)
         check_is_state(state)
         path = save_emergency(
             self.root,
             state,
             run_id=saver.run_id,
             attempt=saver.attempt,
-            number=saver.number_of_snapshot(checked_step(step)),
+            number=saver.number_of_snapshot(step),
             step=step,
             ranks=self.ranks,
             bus=self.events,

@@ -405,7 +405,7 @@ class _Work:
             stop_retrying(self._held.mirrors)
         else:
             self._upload(refusals, ends_s)
-        return self._report(refusals, save_ids)
+        return self._report(refusals, save_ids, min(_STOP_S, max(_STOP_AT_ONCE_S, ends_s - time.monotonic())))
 
     def _upload(self, refusals: _Refusals, ends_s: float) -> None:
         table, audit = self._table, self._audit
@@ -443,7 +443,7 @@ class _Work:
             stop_retrying(self._held.mirrors)
             self._held.is_busy = not workers.stop(limit_s) or audit.is_asking()
 
-    def _report(self, refusals: _Refusals, save_ids: Collection[str] | None) -> DrainReport:
+    def _report(self, refusals: _Refusals, save_ids: Collection[str] | None, limit_s: float) -> DrainReport:
         table, urls = self._table, self._urls
         given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
         failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
@@ -456,7 +456,8 @@ class _Work:
         refused |= {url: str(error) for url, error in unasked.items() if reach_after(error) is Reach.REFUSED}
         unasked = {url: error for url, error in unasked.items() if url not in refused}
         left = waiting_for_removed(table, {row.url for row in table.mirrors()})
-        found = _emergency(self._root, here, [] if self._held.is_busy else [url for url in urls if url not in unasked])
+        answering = [] if self._held.is_busy else [url for url in urls if url not in unasked]
+        found = _emergency(self._root, here, answering, limit_s)
         awaited = [f"step {r.step}: {r.last_error}" for r in waiting_for_nodes(table.records(), urls)]
         at = _settled(table, urls, Transfers())
         return DrainReport(at, pending, tuple(failed), refused, unasked, left, *found, tuple(awaited))
@@ -468,16 +469,18 @@ class _Work:
         return {url: StoreTemporary("it did not answer in time") for url in self._urls if url in known}
 
 
-def _emergency(root: Path, here: Catalog, urls: Sequence[str]) -> tuple[int | None, Path | None, bool]:
+def _emergency(root: Path, here: Catalog, urls: Sequence[str], limit_s: float) -> tuple[int | None, Path | None, bool]:
     """Return the newest step of the lineage if it is a snapshot, the directory with its copy, and if it is here.
 
-    None if the run went on without it, as mirrors tell.
+    None if the run went on without it, as mirrors tell that answer within ``limit_s`` seconds.
     """
     everywhere = with_kept(root, here)
     newest = max(lineage_of(everywhere).current.values(), key=lambda save: save.step, default=None)
     if newest is None or newest.kinds != ("emergency",):
         return None, None, True
-    if is_left_behind(everywhere.saves[newest.save_id], everywhere, catalogs_on(urls)):
+    asking = begin(lambda: catalogs_on(urls), "ckptmirror-ask")
+    there = asking.result() if is_over(asking, limit_s) else []
+    if is_left_behind(everywhere.saves[newest.save_id], everywhere, there):
         return None, None, True
     return newest.step, copy_of(root, newest.save_id), newest.save_id in here.saves
 

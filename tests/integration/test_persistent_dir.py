@@ -578,6 +578,18 @@ def test_i12_a_part_that_is_whole_on_this_disk_alone_is_there_whenever_the_start
     assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
 
 
+def test_a_second_call_for_one_step_changes_nothing_and_blames_no_copy(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(place.root, persistent_dir=place.kept) as manager:
+        state = new_state()
+        manager.resume(state)
+        first = manager.save_emergency_checkpoint(5, state)
+        assert manager.save_emergency_checkpoint(5, state) == first
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+    assert len(snapshots_in(place.kept)) == 1
+
+
 def save_at_the_second_try(rank: int, base: str, goes_on: bool) -> str:
     """Rank 0 finds the disk full, makes room, and calls again; then training may go on."""
     with running(Path(base) / "root") as manager:

@@ -113,12 +113,14 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
         directory: The persistent directory.
     """
     guard = hang_guard(directory)
+    final = directory / name / names.emergency_meta_name(rank)
     try:
+        if guard.call(lambda: os.path.lexists(final), limit_s=_EMERGENCY_S):  # an earlier call for the same step did it
+            return
         guard.call(lambda: make_own_dir(directory / name), limit_s=_EMERGENCY_S)
         for artifact in meta.artifacts:
             copy = partial(_copy, root, directory / artifact.path, artifact, meta)
             guard.call(copy, limit_s=_EMERGENCY_S + artifact.digest.size_bytes / _EMERGENCY_BYTES_PER_S)
-        final = directory / name / names.emergency_meta_name(rank)
         write = partial(files.write_bytes, final, meta_to_bytes(meta), save_id=meta.save_id)
         guard.call(write, limit_s=_EMERGENCY_S)
     except (CkptMirrorError, OSError) as error:

@@ -289,9 +289,7 @@ class RunClaim:
                 raise waiting(verdict, self.root)
             if verdict.may == "fenced":
                 raise self._fence(f"On {mirror.url} {verdict.why}.")
-            if has_save_on(
-                seen, mirror.url, self.attempt.id
-            ):  # not before: the commit may fail, and a drain come first
+            if has_save_on(seen, mirror.url, self.attempt.id):  # else the commit may fail, and a drain come first
                 self._may_commit.add(mirror.url)
 
     def _fence(self, why: str) -> AttemptFenced:
