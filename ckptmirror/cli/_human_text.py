@@ -70,8 +70,12 @@ def behind_text(reason: str, *, is_over: bool = True) -> str:
     return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, {there}{here}"
 
 
-def on_no_mirror(step: int, copy: Path | None, is_here: bool) -> str:
+def on_no_mirror(step: int, copy: Path | None, is_here: bool, is_whole: bool) -> str:
     """Say that the newest state is an emergency snapshot, for a person who is about to give this machine back."""
+    what = f"the newest state, step {step}, is an emergency snapshot"
+    if not is_whole:
+        where = "this disk" if is_here else copy
+        return f"{what}, of which {where} has a part; a start that finds the other ranks' parts continues from it"
     where = "only on this disk" if copy is None else f"on this disk and in {copy}" if is_here else f"only in {copy}"
     then = "the next start continues from it" if is_here else "a start with that persistent_dir continues from it"
-    return f"the newest state, step {step}, is an emergency snapshot {where}; {then}"
+    return f"{what} {where}; {then}"

@@ -115,6 +115,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
                 "emergency_step": report.emergency_step,
                 "emergency_copy": str(report.emergency_copy) if report.emergency_copy is not None else None,
                 "emergency_here": report.emergency_here,
+                "emergency_whole": report.emergency_whole,
                 "unasked": {url: str(error) for url, error in report.unasked.items()},
             }
         )
@@ -127,7 +128,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
     for url, count in report.left.items():
         print(f"Left for {url}, which is no longer a mirror of {root}: {_files(count)}.", file=sys.stderr)
     if report.emergency_step is not None:
-        what = on_no_mirror(report.emergency_step, report.emergency_copy, report.emergency_here)
+        what = on_no_mirror(report.emergency_step, report.emergency_copy, report.emergency_here, report.emergency_whole)
         print(f"ckptmirror: {what}.", file=sys.stderr)
     if report.pending:
         print(f"Still pending: {_files(report.pending)}; the same command continues.", file=sys.stderr)

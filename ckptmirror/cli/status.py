@@ -139,8 +139,10 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
         return DeadlinePassed, f"NOT SAFE: {what}"
     if status.emergency_step is not None:
         is_apart = status.emergency_copy is not None and _is_apart(status.emergency_copy, status.root)
-        what = on_no_mirror(status.emergency_step, status.emergency_copy, status.emergency_here)
-        return (None, f"safe: {what}") if is_apart else (RefusedOnlyCopy, f"NOT SAFE: {what}")
+        what = on_no_mirror(status.emergency_step, status.emergency_copy, status.emergency_here, status.emergency_whole)
+        return (
+            (None, f"safe: {what}") if is_apart and status.emergency_whole else (RefusedOnlyCopy, f"NOT SAFE: {what}")
+        )
     if not status.saves:
         none = "no save here is whole" if status.problems else "nothing is saved here yet"
         return None, f"{none}, and nothing waits for a mirror"
@@ -219,6 +221,7 @@ def _facts(status: Status) -> dict[str, Any]:
         "emergency_step": status.emergency_step,
         "emergency_copy": str(status.emergency_copy) if status.emergency_copy is not None else None,
         "emergency_here": status.emergency_here,
+        "emergency_whole": status.emergency_whole,
         "quarantined": [
             {
                 "step": line.step,

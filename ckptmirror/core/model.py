@@ -232,7 +232,9 @@ class Meta:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this meta describes the whole save, not one node's part of it."""
+        """Whether this meta describes the whole save, not one node's part of it: of a snapshot, all ranks' files."""
+        if self.kinds == ("emergency",):
+            return len({one.rank for one in self.artifacts} - {None}) == self.world_size
         return self.nodes == 1 or self.node == ALL_NODES
 
     @property

@@ -43,6 +43,7 @@ __all__ = [
     "diverged_attempt",
     "diverged_name",
     "emergency_dir_name",
+    "emergency_files",
     "emergency_meta_name",
     "is_tmp_name",
     "parse_artifact_path",
@@ -128,6 +129,7 @@ _SAVE_ID_START = re.compile(r"[0-9a-f]{8,}", re.ASCII)
 _UTC_ONLY = re.compile(_UTC, re.ASCII)
 _TYPED_STEP = re.compile(r"[0-9]{1,18}", re.ASCII)
 _EMERGENCY_META = re.compile(r"meta_rank(0|[1-9][0-9]{0,8})\.json", re.ASCII)
+_OF_A_RANK = re.compile(rf"rank(?:0|[1-9][0-9]{{0,8}})\.pt|tensors{_RANK}\.json|{_EMERGENCY_META.pattern}", re.ASCII)
 _ARTIFACT_FILES: frozenset[Role] = frozenset({"model", "optim", "extra", "tensors"})
 _ARTIFACT_DIRS: frozenset[Role] = frozenset({"dcp", "emergency"})
 _TAGGABLE: frozenset[Role] = frozenset({"meta", *_ARTIFACT_FILES, *_ARTIFACT_DIRS})
@@ -258,6 +260,18 @@ def emergency_dir_name(step: int, utc: str, tag: str = "") -> str:
 def emergency_meta_name(rank: int) -> str:
     """Return ``meta_rank3.json``: one rank's meta, inside its emergency directory."""
     return f"meta_rank{_checked_number('rank', rank)}.json"
+
+
+def emergency_files(rank: int) -> tuple[str, str]:
+    """Return ``rank3.pt`` and ``tensors_rank3.json``: one rank's files, inside its emergency directory."""
+    _checked_number("rank", rank)
+    return f"rank{rank}.pt", f"tensors_rank{rank}.json"
+
+
+def is_of_a_rank(name: str) -> bool:
+    """Whether a rank writes a file of this name into an emergency directory, also under its temporary name."""
+    match = _TMP.fullmatch(name)
+    return _OF_A_RANK.fullmatch(name if match is None else match["final"]) is not None
 
 
 def pp_dir(stage: int) -> str:

@@ -106,8 +106,9 @@ class DrainReport:
         unasked: Other mirrors that could not be asked for files verified there before, with their errors.
         left: How many files wait for each mirror that is no longer configured; they are not sent.
         emergency_step: The step of an emergency snapshot that is newer than all other saves here; it is never uploaded.
-        emergency_copy: The persistent directory that has a whole copy of it.
+        emergency_copy: The persistent directory that has a whole copy of it, or, if it is not here, any of it.
         emergency_here: Whether it is on this disk. If that was full, it is in the persistent directory alone.
+        emergency_whole: Whether one of the two has all of it. The parts of other ranks may be on other nodes.
     """
 
     drained: Drained
@@ -119,6 +120,7 @@ class DrainReport:
     emergency_step: int | None = None
     emergency_copy: Path | None = None
     emergency_here: bool = True
+    emergency_whole: bool = True
     awaited: tuple[str, ...] = ()
 
     @property
@@ -469,20 +471,23 @@ class _Work:
         return {url: StoreTemporary("it did not answer in time") for url in self._urls if url in known}
 
 
-def _emergency(root: Path, here: Catalog, urls: Sequence[str], limit_s: float) -> tuple[int | None, Path | None, bool]:
-    """Return the newest step of the lineage if it is a snapshot, the directory with its copy, and if it is here.
+def _emergency(
+    root: Path, here: Catalog, urls: Sequence[str], limit_s: float
+) -> tuple[int | None, Path | None, bool, bool]:
+    """Return the newest step of the lineage if it is a snapshot, the directory with its copy, if it is here, and whole.
 
     None if the run went on without it, as mirrors tell that answer within ``limit_s`` seconds.
     """
     everywhere = with_kept(root, here)
     newest = max(lineage_of(everywhere).current.values(), key=lambda save: save.step, default=None)
     if newest is None or newest.kinds != ("emergency",):
-        return None, None, True
+        return None, None, True, True
     asking = begin(lambda: catalogs_on(urls), "ckptmirror-ask")
     there = asking.result() if is_over(asking, limit_s) else []
-    if is_left_behind(everywhere.saves[newest.save_id], everywhere, there):
-        return None, None, True
-    return newest.step, copy_of(root, newest.save_id), newest.save_id in here.saves
+    meta, is_here = everywhere.saves[newest.save_id], newest.save_id in here.saves
+    if is_left_behind(meta, everywhere, there):
+        return None, None, True, True
+    return newest.step, copy_of(root, newest.save_id, is_here=is_here), is_here, meta.is_whole
 
 
 class _Refusals:

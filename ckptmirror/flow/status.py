@@ -79,8 +79,9 @@ class Status:
         problems: Files under the root that look like saves but are not whole.
         unsettled: Save id -> why it is not on every required mirror, for whole saves and for all that the table knows.
         emergency_step: The step of an emergency snapshot that is newer than all safe saves; it is never uploaded.
-        emergency_copy: The persistent directory that has a whole copy of it.
+        emergency_copy: The persistent directory that has a whole copy of it, or, if it is not here, any of it.
         emergency_here: Whether it is on this disk. If that was full, it is in the persistent directory alone.
+        emergency_whole: Whether one of the two has all of it. The parts of other ranks may be on other nodes.
         unasked: Mirrors that count, and have not yet confirmed that they still have what was verified there.
         skipped: Steps that the trainer did not save because the disk was full, oldest first; only the last ones.
         skipped_why: Why the last of them was skipped.
@@ -104,6 +105,7 @@ class Status:
     emergency_step: int | None = None
     emergency_copy: Path | None = None
     emergency_here: bool = True
+    emergency_whole: bool = True
     skipped: tuple[int, ...] = ()
     skipped_why: str = ""
     awaited: tuple[str, ...] = ()
@@ -307,6 +309,7 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         newest = [meta for meta in newest if meta.save_id not in behind]
         snapshots = [meta for meta in snapshots if meta.save_id not in behind]
     snapshot = max(snapshots, key=lambda meta: meta.step, default=None)
+    is_here = snapshot is None or snapshot.save_id in catalog.saves
     trainer = read_status_file(root)
     skipped = _skipped(trainer)
     return Status(
@@ -324,8 +327,9 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         unsettled={one.save_id: f"{one.mirror}: {one.reason}" for one in now.open},
         unasked=tuple(url for url, _ in known if url in now.unasked),
         emergency_step=snapshot.step if snapshot is not None else None,
-        emergency_copy=copy_of(root, snapshot.save_id) if snapshot is not None else None,
-        emergency_here=snapshot is None or snapshot.save_id in catalog.saves,
+        emergency_copy=copy_of(root, snapshot.save_id, is_here=is_here) if snapshot is not None else None,
+        emergency_here=is_here,
+        emergency_whole=snapshot is None or snapshot.is_whole,
         skipped=tuple(step for step, _ in skipped),
         skipped_why=skipped[-1][1] if skipped else "",
         awaited=tuple(f"step {one.step}: {one.last_error}" for one in waiting_for_nodes(unsafe, required)),

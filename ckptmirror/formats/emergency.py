@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from ckptmirror.core import names
 from ckptmirror.core.containers import TreePath, placed_leaves
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
@@ -50,7 +51,6 @@ __all__ = [
     "EmergencyFormat",
     "emergency_extra",
     "emergency_merge_extra",
-    "names_of_rank",
     "snapshot_files_read",
     "write_emergency",
 ]
@@ -100,7 +100,7 @@ def write_emergency(
         "optimizer": cut(snapshot.optimizer),
         "extra": cut(snapshot.extra),
     }
-    pieces, listed = names_of_rank(rank)
+    pieces, listed = names.emergency_files(rank)
     tensors = tensor_list(snapshot, rank=rank, world_size=world_size, sums=False)
     digests = {
         pieces: write_pt(content, directory / pieces, save_id=save_id, publish=True),
@@ -110,11 +110,6 @@ def write_emergency(
         Artifact(path=f"{directory.name}/{name}", kinds=("emergency",), rank=rank, digest=digest)
         for name, digest in digests.items()
     ]
-
-
-def names_of_rank(rank: int) -> tuple[str, str]:
-    """Return the names of a rank's files in the snapshot's directory."""
-    return f"rank{rank}.pt", f"tensors_rank{rank}.json"
 
 
 class EmergencyFormat:
@@ -208,7 +203,7 @@ def snapshot_files_read(root: Path, meta: Meta, target: LoadTarget) -> set[str]:
         ranks.add(0)
     elif not _are_own_pieces(tree, target.state.model):
         ranks.update(source.ranks)
-    return {f"{directory.name}/{names_of_rank(rank)[0]}" for rank in ranks}
+    return {f"{directory.name}/{names.emergency_files(rank)[0]}" for rank in ranks}
 
 
 def _are_own_pieces(tree: Mapping[str, Any], module: torch.nn.Module) -> bool:
@@ -242,11 +237,11 @@ def _extra_of_rank(source: RankFiles, directory: Path, rank: int | None = None) 
 
 
 def _source(root: Path, meta: Meta, target: LoadTarget) -> tuple[RankFiles, Path]:
-    names = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
-    if len(names) != 1:
-        raise IntegrityError(f"The meta names {len(names)} directories of an emergency snapshot.")
-    directory = root / names.pop()
-    source = rank_files(root, meta, lambda rank: f"{directory.name}/{names_of_rank(rank)[0]}", target.rank)
+    tops = {artifact.path.split("/")[0] for artifact in meta.artifacts_of("emergency") if "/" in artifact.path}
+    if len(tops) != 1:
+        raise IntegrityError(f"The meta names {len(tops)} directories of an emergency snapshot.")
+    directory = root / tops.pop()
+    source = rank_files(root, meta, lambda rank: f"{directory.name}/{names.emergency_files(rank)[0]}", target.rank)
     if source is None:
         raise IntegrityError(f"The meta names no file of {directory.name}.")
     return source, directory

@@ -6,8 +6,8 @@ Rules:
 * Nothing is unpickled, no link is followed, nothing is written.
 * A link or a directory in place of an artifact makes the save incomplete; in place of a meta, a broken meta.
 * Two metas of one save, or two saves that claim one path with different bytes, cannot both be right: none is whole.
-* An emergency save has one meta per rank; it is whole if those of all ranks exist. Of a job of several nodes, each has
-  a part: whether all of its ranks left a meta shows only when the parts are put together.
+* An emergency save has one meta per rank. What some ranks left is a part, as one node's of any other save: the other
+  ranks' may be on other disks, which shows only when the parts are put together.
 * A kind of an incomplete save is whole if all files that a load of it needs are whole. If the meta itself is disputed,
   none is.
 * A file that no meta names is not part of a save: extra files in its directory are foreign and do no harm.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 
 from ckptmirror.core import meta_merging, names
@@ -33,7 +32,6 @@ from ckptmirror.local.listing import Listing, is_not_readable_now
 __all__ = ["Inventory", "Item", "LocalSave", "read_inventory"]
 
 _META_LIMIT_BYTES = 64 * 1024 * 1024
-_MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +208,8 @@ def _read_emergency(reading: _Reading, directory: str) -> None:
             reading.broken.append(Item(reading.root / path, f"holds the meta of a save of {meta.world_size} ranks"))
         elif others := {artifact.rank for artifact in meta.artifacts} - {rank}:
             reading.broken.append(Item(reading.root / path, f"holds the meta of rank {others.pop()}"))
+        elif not meta.artifacts:
+            reading.broken.append(Item(reading.root / path, "names no file"))
         elif elsewhere := {artifact.path.partition("/")[0] for artifact in meta.artifacts} - {directory}:
             reading.broken.append(Item(reading.root / path, f"holds the meta of {elsewhere.pop()}"))
         else:
@@ -225,14 +225,7 @@ def _add_emergency(reading: _Reading, directory: str, metas: dict[int, Meta]) ->
     except BrokenMeta as error:
         reading.broken += [Item(path, str(error)) for path in paths.values()]
         return
-    # As the meta says, however many that is: no list of them all. The other ranks of a part are on other nodes.
-    count = merged.world_size - len(metas) if merged.is_whole else 0
-    why = ""
-    if count:
-        missing = islice((rank for rank in range(merged.world_size) if rank not in metas), _MAX_NAMED)
-        some = ", ".join(map(str, missing)) + (", ..." if count > _MAX_NAMED else "")
-        why = f"{count} of {merged.world_size} ranks left no meta (ranks {some})"
-    reading.found.append(LocalSave(reading.root, merged, paths[min(metas)], why))
+    reading.found.append(LocalSave(reading.root, merged, paths[min(metas)]))
 
 
 def _emergency_rank(name: str) -> int | None:

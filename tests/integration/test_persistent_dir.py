@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ckptmirror import CheckpointManager, Retention
+from ckptmirror.cli._human_text import on_no_mirror
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import (
     CkptMirrorError,
@@ -691,6 +692,31 @@ def test_status_and_drain_say_that_the_newest_state_is_in_the_persistent_directo
     assert (facts["emergency_step"], facts["emergency_copy"], facts["emergency_here"]) == (5, str(place.kept), False)
     assert f"only in {place.kept}" in cli("drain", "--root", place.root).stderr
     assert place.start(place.mirror)[:2] == (5, "emergency")
+
+
+@pytest.mark.parametrize(
+    ("lacks", "copy", "is_here"),
+    [
+        ("root/*rank0* kept/*rank1*", False, True),
+        ("root/*rank1* kept/*", False, True),
+        ("root/* kept/*rank0*", True, False),
+    ],
+)
+def test_where_no_place_has_the_newest_snapshot_whole_that_is_said(
+    lacks: str, copy: bool, is_here: bool, tmp_path: Path
+) -> None:
+    run_ranks(2, leave_snapshot, str(tmp_path), (), "")
+    root, kept = tmp_path / "root", tmp_path / "kept"
+    for place, _, names in (one.partition("/") for one in lacks.split()):
+        for gone in tmp_path.glob(f"{place}/emergency_*/{names}"):
+            gone.unlink()
+    found = read_status(root)
+    assert (found.emergency_step, found.emergency_here, found.emergency_whole) == (5, is_here, False)
+    assert found.emergency_copy == (kept if copy else None)
+    part = (
+        f"of which {'this disk' if is_here else kept} has a part; a start that finds the other ranks' parts continues"
+    )
+    assert part in on_no_mirror(5, found.emergency_copy, is_here, found.emergency_whole)
 
 
 def test_status_and_drain_say_where_the_copy_is(place: Place) -> None:

@@ -18,7 +18,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.sealed_json import LIMIT_BYTES
 from ckptmirror.flow.retention.reconcile import BRINGING_NAME, being_brought
-from ckptmirror.flow.save.emergency_files import remove_stale_notes
+from ckptmirror.flow.save.emergency_files import remove_what_is_stale
 from tests.kit.cli import assert_explains, assert_tells, run
 from tests.kit.hostile_files import resealed
 from tests.kit.roots import content, make_mirrored, require
@@ -202,7 +202,7 @@ def test_what_lies_in_the_control_directory_keeps_nobody_from_the_saves(shape: s
     assert run_limited("status", "--root", root).stdout.count(" 200 ") == 1
     assert json.loads(run_limited("status", "--root", root, "--json").stdout)["saves"]
     assert_tells(run_limited("timeline", "--root", root), 0, stdout=None)
-    remove_stale_notes(root)
+    remove_what_is_stale(root)
     SHAPES[shape](root / names.TABLE_NOTE_NAME)
     assert_tells(run_limited("status", "--root", root), 10, "table.json")
 

@@ -126,16 +126,20 @@ def test_an_emergency_snapshot_of_which_a_node_is_lost_is_passed_over(tmp_path: 
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_part_of_a_snapshot_whose_rest_is_gone_goes_once_a_later_save_is_mirrored(kept: bool, tmp_path: Path) -> None:
-    Job(tmp_path, "ab", (1,), snapshot=2, kept=kept).run()
-    (gone,) = tmp_path.glob("b/emergency_*")
-    shutil.rmtree(gone)  # as if the node had died before it wrote
-    for left in tmp_path.glob("kept/*/*rank1*"):
-        left.unlink()
-    for one in Job(tmp_path, "ab", (3,), kept=kept).run():
+@pytest.mark.parametrize("nodes", ["ab", "aa"])
+def test_a_part_of_a_snapshot_whose_rest_is_gone_goes_once_a_later_save_is_mirrored(
+    nodes: str, kept: bool, tmp_path: Path
+) -> None:
+    """Rank 1 was killed while it wrote, before its meta: on its disk, or also in the persistent directory."""
+    Job(tmp_path, nodes, (1,), snapshot=2, kept=kept).run()
+    for meta in tmp_path.glob("*/emergency_*/meta_rank1.json"):
+        meta.unlink()
+    for began in tmp_path.glob("kept/emergency_*/rank1.pt"):
+        began.rename(began.with_name("rank1.pt.1f0c9a2e.tmp"))
+    for one in Job(tmp_path, nodes, (3,), kept=kept).run():
         assert (one.step, one.failed) == (1, "")
         assert "no disk of this job has what rank 1 of those wrote" in one.passed_over
-    assert list(tmp_path.glob("[ab]/emergency_*")) == []
+    assert list(tmp_path.glob("[a]/emergency_*")) + list(tmp_path.glob("kept/emergency_*")) == []
     found = [json.loads(line) for line in (tmp_path / "a" / EVENTS_NAME).read_text().splitlines()]
     reasons = [line["facts"]["reason"] for line in found if line["event"] in ("RotationRefused", "SaveRotated")]
     assert all("uploaded files" not in reason for reason in reasons)
@@ -184,8 +188,37 @@ def test_a_snapshot_comes_back_to_fewer_nodes_in_parts(tmp_path: Path) -> None:
         ("a", "rank2.pt"),
         ("b", "rank1.pt"),
     ]
-    expect(Job(tmp_path, "ab", kept=True).run(), 2, str(tmp_path / "kept"), first[0])  # three nodes saved it, not these
+    shutil.rmtree(tmp_path / "kept")
+    expect(Job(tmp_path, "ab").run(), 2, "disk", first[0])  # in other parts than three nodes wrote
     assert parts_here(tmp_path) == here
+
+
+@pytest.mark.parametrize(("before", "after", "lost"), [("aa", "ab", "a"), ("aab", "abb", "b"), ("ab", "aa", "ab")])
+def test_a_snapshot_that_came_back_in_other_parts_goes_once_a_later_save_is_mirrored(
+    before: str, after: str, lost: str, tmp_path: Path
+) -> None:
+    first = Job(tmp_path, before, (1,), snapshot=2, kept=True).run()
+    for node in lost:
+        shutil.rmtree(tmp_path / node)
+    expect(Job(tmp_path, after, kept=True).run(), 2, str(tmp_path / "kept"), first[0])
+    expect(Job(tmp_path, after, (3,), kept=True).run(), 2, "disk", first[0])
+    assert list(tmp_path.glob("*/emergency_*")) == []
+
+
+@pytest.mark.parametrize(("nodes", "is_cut"), [("ab", False), ("ba", False), ("aa", False), ("aa", True)])
+def test_a_snapshot_is_whole_if_its_parts_are_on_disks_and_in_the_persistent_directory(
+    nodes: str, is_cut: bool, tmp_path: Path
+) -> None:
+    """A full disk sent one rank's part there alone; the grace period ended before the other was copied."""
+    first = Job(tmp_path, "ab" if "b" in nodes else "aa", (1,), snapshot=2, kept=True).run()
+    for gone in (*tmp_path.glob("kept/emergency_*/*rank0*"), *tmp_path.glob("[ab]/emergency_*/*rank1*")):
+        if not is_cut:
+            gone.unlink()
+        elif gone.suffix == ".pt":
+            os.truncate(gone, 100)
+    expect(Job(tmp_path, nodes, kept=True).run(), 2, str(tmp_path / "kept"), first[0])
+    expect(Job(tmp_path, nodes, (3,), kept=True).run(), 2, "disk", first[0])
+    assert list(tmp_path.glob("*/emergency_*")) == []
 
 
 def test_a_part_of_a_snapshot_that_rotted_comes_back_alone(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -62,6 +63,7 @@ META_LIMIT_BYTES = 64 * 1024 * 1024
 _READERS = 8
 _FEW = 8  # up to this many single files are asked for one by one, more by a listing
 _FEW_AMONG_OTHERS = 64  # the same for the files of one of several nodes: the listing has those of all nodes
+_NAMED = 8  # as many ranks are named
 _PAGE = 1000  # names in one answer
 _OTHERS = 8  # names that a listing may have for each that is asked about
 
@@ -98,6 +100,14 @@ class Catalog:
     def whole(self) -> dict[str, Meta]:
         """The saves that are whole in all of their kinds, by save id."""
         return {save_id: meta for save_id, meta in self.saves.items() if save_id not in self.torn}
+
+    def whole_ranks(self, snapshot: Meta) -> Meta:
+        """Return what this place has of an emergency snapshot: the files of the ranks whose part is whole here."""
+        if snapshot.save_id in self.saves or snapshot.save_id in self.parts:
+            return snapshot
+        damaged = self.damaged.get(snapshot.save_id, snapshot.artifacts)
+        torn = {one.rank for one in damaged}
+        return replace(snapshot, artifacts=tuple(one for one in snapshot.artifacts if one.rank not in torn))
 
     def with_parts(self) -> Catalog:
         """Return the catalog in which parts are saves: for what keeps and sends them, not for what reads them."""
@@ -180,6 +190,12 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
 
 def part_word(meta: Meta) -> str:
     """Say what a part is."""
+    if meta.kinds == ("emergency",):
+        there = {one.rank for one in meta.artifacts}
+        count = meta.world_size - len(there)  # as the meta says, however many that is: no list of them all
+        some = ", ".join(map(str, islice((rank for rank in range(meta.world_size) if rank not in there), _NAMED)))
+        more = ", ..." if count > _NAMED else ""
+        return f"{count} of {meta.world_size} ranks left nothing of it here (ranks {some}{more})"
     return f"node {meta.node} of {meta.nodes} nodes (counted from 0) wrote this; the others have the rest"
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Artifact, Meta, top_names
 from ckptmirror.flow.save.commit import stray_below
-from ckptmirror.flow.save.emergency_files import meta_paths
+from ckptmirror.flow.save.emergency_files import another_snapshot_in, is_emergency, meta_paths
 from ckptmirror.local.checksums import digest_file
+from ckptmirror.local.listing import Listing
 
-__all__ = ["why_not_ours"]
+__all__ = ["why_not_ours", "why_unfinished_stays"]
 
 
 def why_not_ours(root: Path, meta: Meta) -> str | None:
@@ -25,8 +27,24 @@ def why_not_ours(root: Path, meta: Meta) -> str | None:
             return f"{artifact.path} disappeared while it was checked"
         if changed_ns > min(filter(None, committed)) and not _holds(root, artifact):
             return f"{artifact.path} was changed after the save was committed"
+    return _stray_in(root, meta)
+
+
+def why_unfinished_stays(root: Path, meta: Meta) -> str | None:
+    """Say what of an unfinished copy of a snapshot does not belong to it; None if there is nothing else."""
+    return another_snapshot_in(root, meta) or _stray_in(root, meta)
+
+
+def _stray_in(root: Path, meta: Meta) -> str | None:
+    """Name a file in a save's directories that is not part of it.
+
+    Part of an emergency snapshot is also what a rank left that was killed before it wrote its meta.
+    """
+    tops = top_names(meta.artifacts)
     ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}
-    return stray_below(root, top_names(meta.artifacts), ours)
+    if is_emergency(meta):
+        ours |= {f"{top}/{name}" for top in tops for name in Listing(root).names(top) if names.is_of_a_rank(name)}
+    return stray_below(root, tops, ours)
 
 
 def _holds(root: Path, artifact: Artifact) -> bool:

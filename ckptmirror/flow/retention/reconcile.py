@@ -43,7 +43,7 @@ from ckptmirror.flow.save.commit import (
     may_be_meta_of,
     remove_uncommitted,
 )
-from ckptmirror.flow.save.emergency_files import remove_stale_notes
+from ckptmirror.flow.save.emergency_files import remove_what_is_stale
 from ckptmirror.flow.upload.workers import free_dead_workers
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.inventory import Inventory, read_inventory
@@ -115,7 +115,7 @@ def reconcile(root: Path, table: UploadsTable, mirrors: Sequence[Mirror | Mirror
         for staged in (meta for meta in whole.values() if meta.staged_from is not None):
             _finish_replacement(root, staged)
     gone = _forget_gone(root, table, on_disk)
-    remove_stale_notes(root)
+    remove_what_is_stale(root)
     empty_trash(root)
     return Reconciled(tuple(discarded), tuple(released), tuple(added), tuple(path.name for path in removed), gone)
 

@@ -51,7 +51,7 @@ from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.retention.durability import is_skipped, save_safety, why_not_safe, why_not_same
-from ckptmirror.flow.retention.ownership import why_not_ours
+from ckptmirror.flow.retention.ownership import why_not_ours, why_unfinished_stays
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below
 from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.save.persistent_dir import snapshots_in, why_perhaps_elsewhere
@@ -59,6 +59,7 @@ from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.free_space import room_bytes
 from ckptmirror.local.hang_guard import hang_guard
+from ckptmirror.local.listing import Listing
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.table_place import open_known_table
@@ -245,8 +246,7 @@ class _Rotation:
         meta, began = self.metas[save_id], time.monotonic()
         reason = self._why_not(save_id)
         if reason is None:
-            homes = self._homes(meta)
-            reason = _delete_pointed_at(self.root, self.table, meta, _newest(self.statuses, self.metas), homes)
+            reason = self._delete_pointed_at(meta)
         if reason is not None:
             self.refused[save_id] = reason
             return False
@@ -259,12 +259,7 @@ class _Rotation:
         """Return why a save of the plan cannot be deleted now; None if it can."""
         meta = self.metas[save_id]
         successor = self.metas[self.plan.successors.get(save_id, save_id)]
-        copy = self.copies.get(save_id, meta)  # it has the parts of all nodes
-        touched = [
-            why
-            for home in self._homes(meta)
-            if (why := _why_not_ours(self.root, home, meta if home == self.root else copy)) is not None
-        ]
+        touched = [why for home in self._homes(meta) if (why := self._why_not_ours(home, meta)) is not None]
         reason = self._absent or next(iter(touched), None) or _why_not_elsewhere(self.table, self.mirrors, successor)
         if reason is None and successor is not meta:
             reason = _why_gone(self.table, self.mirrors, successor)
@@ -275,7 +270,56 @@ class _Rotation:
         return reason
 
     def _homes(self, meta: Meta) -> list[Path]:
-        return _homes(self.root, self.persistent_dir, meta, self.copies)
+        """Return the directories that hold a save: the root and, for a snapshot, also the persistent directory."""
+        copy = self.persistent_dir
+        is_here = all((self.root / path).exists() for path in meta_paths(meta))
+        if copy is None or not (meta.save_id in self.copies or self._has_unfinished_copy(copy, meta)):
+            return [self.root]
+        return [copy, self.root] if is_here else [copy]
+
+    def _has_unfinished_copy(self, directory: Path, meta: Meta) -> bool:
+        def look() -> bool:
+            return any(Listing(directory).is_dir(top) for top in top_names(meta.artifacts))
+
+        with contextlib.suppress(StoreHangs):
+            return is_emergency(meta) and self._at_home(directory, look)
+        return False
+
+    def _why_not_ours(self, home: Path, meta: Meta) -> str | None:
+        there = meta if home == self.root else self.copies.get(meta.save_id)  # it has the parts of all nodes
+
+        def look() -> str | None:
+            return why_not_ours(home, there) if there is not None else why_unfinished_stays(home, meta)
+
+        try:
+            return self._at_home(home, look)
+        except StoreHangs as error:
+            return str(error)
+
+    def _at_home(self, home: Path, call: Callable[[], _Result]) -> _Result:
+        """Read or delete a save in its directory; a disk other than the root's may hang."""
+        return call() if home == self.root else hang_guard(home).call(call)
+
+    def _delete_pointed_at(self, meta: Meta) -> str | None:
+        """Delete a save everywhere, without leaving ``latest`` dangling; return the reason if that is impossible."""
+        root, newest = self.root, _newest(self.statuses, self.metas)
+        try:
+            if not is_emergency(meta):
+                with contextlib.ExitStack() as held:
+                    try:
+                        held.enter_context(_not_staged(root, meta.step))
+                    except WaitTimeout:
+                        return "it is being staged into this directory"
+                    return _delete(root, self.table, meta, newest)
+            pointed = _point_latest_elsewhere(root, meta, newest)
+            for home in self._homes(meta):  # no other snapshot gets its name, which has the second when it was taken
+                self._at_home(home, partial(delete_emergency, home, meta))
+            if not pointed:
+                _point_latest_elsewhere(root, meta, newest)
+        except (CkptMirrorError, OSError) as error:
+            save_logger(_log, meta).error("step %d cannot be deleted: %s", meta.step, error)
+            return f"it cannot be deleted: {error}"
+        return None
 
 
 def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str | None:
@@ -283,47 +327,6 @@ def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str 
     here = {mirror.url for mirror in mirrors if mirror.required}
     absent = [row.url for row in table.mirrors() if row.required and row.url not in here]
     return f"{absent[0]} is required, and cannot be asked here" if absent else None
-
-
-def _homes(root: Path, persistent_dir: Path | None, meta: Meta, copies: Mapping[str, Meta]) -> list[Path]:
-    """Return the directories that hold a save: the root and, for a snapshot, also the persistent directory."""
-    copy = [persistent_dir] if persistent_dir is not None and meta.save_id in copies else []
-    return [*copy, root] if not copy or all((root / path).exists() for path in meta_paths(meta)) else copy
-
-
-def _why_not_ours(root: Path, home: Path, meta: Meta) -> str | None:
-    try:
-        return _at_home(root, home, lambda: why_not_ours(home, meta))
-    except StoreHangs as error:
-        return str(error)
-
-
-def _at_home(root: Path, home: Path, call: Callable[[], _Result]) -> _Result:
-    """Read or delete a save in its directory; a disk other than the root's may hang."""
-    return call() if home == root else hang_guard(home).call(call)
-
-
-def _delete_pointed_at(
-    root: Path, table: UploadsTable, meta: Meta, newest: Meta | None, homes: Sequence[Path]
-) -> str | None:
-    """Delete a save everywhere, without leaving ``latest`` dangling; return the reason if that is impossible."""
-    try:
-        if not is_emergency(meta):
-            with contextlib.ExitStack() as held:
-                try:
-                    held.enter_context(_not_staged(root, meta.step))
-                except WaitTimeout:
-                    return "it is being staged into this directory"
-                return _delete(root, table, meta, newest)
-        pointed = _point_latest_elsewhere(root, meta, newest)
-        for home in homes:  # no other snapshot gets its name, which has the second when it was taken
-            _at_home(root, home, partial(delete_emergency, home, meta))
-        if not pointed:
-            _point_latest_elsewhere(root, meta, newest)
-    except (CkptMirrorError, OSError) as error:
-        save_logger(_log, meta).error("step %d cannot be deleted: %s", meta.step, error)
-        return f"it cannot be deleted: {error}"
-    return None
 
 
 def _why_not_elsewhere(table: UploadsTable, mirrors: Sequence[Mirror], meta: Meta) -> str | None:

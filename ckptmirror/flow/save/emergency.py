@@ -160,7 +160,7 @@ def _write(
     stage: int | None,
 ) -> tuple[str, Meta]:
     """Write this rank's files below ``home`` and its meta last. If the disk is full or fails, remove all of it."""
-    from ckptmirror.formats.emergency import names_of_rank, write_emergency
+    from ckptmirror.formats.emergency import write_emergency
 
     name = _agreed_name(root, plan, persistent_dir)
     parsed = names.parse_name(name)
@@ -186,7 +186,7 @@ def _write(
         files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)
     except _DISK_FAILURES:
         try:
-            for mine in names_of_rank(rank):
+            for mine in names.emergency_files(rank):
                 with contextlib.suppress(FileNotFoundError):
                     trash.move_to_trash(home, directory / mine)
             empty_trash(home)

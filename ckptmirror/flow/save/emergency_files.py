@@ -15,19 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmirror.core import names
+from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError
-from ckptmirror.core.model import Meta, new_id
+from ckptmirror.core.model import Meta, new_id, top_names
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.local import directories, files, trash
+from ckptmirror.local.listing import Listing
 from ckptmirror.local.own_files import make_own_dir
 
 __all__ = [
+    "another_snapshot_in",
     "delete_emergency",
     "is_emergency",
     "meta_paths",
     "note_path",
     "read_note",
-    "remove_stale_notes",
+    "remove_what_is_stale",
     "write_note",
 ]
 
@@ -46,6 +50,17 @@ def meta_paths(meta: Meta) -> list[str]:
     directories = dict.fromkeys(artifact.path.partition("/")[0] for artifact in meta.artifacts)
     ranks = sorted({artifact.rank for artifact in meta.artifacts if artifact.rank is not None})
     return [f"{name}/{names.emergency_meta_name(rank)}" for name in directories for rank in ranks]
+
+
+def another_snapshot_in(root: Path, meta: Meta) -> str | None:
+    """Name a meta of another snapshot in the directory of this one; None if there is none. A broken one names none."""
+    for top in top_names(meta.artifacts):
+        for path in sorted((root / top).glob("meta_rank*.json")):
+            with contextlib.suppress(CkptMirrorError, OSError):
+                other = meta_from_bytes(files.read_limited(path, META_LIMIT_BYTES))
+                if other.save_id != meta.save_id:
+                    return f"{top}/{path.name} belongs to another snapshot, {other.save_id[:8]}"
+    return None
 
 
 def delete_emergency(root: Path, meta: Meta) -> None:
@@ -106,9 +121,18 @@ def read_note(path: Path) -> Note:
     return Note(note["directory"], Path(persistent) if isinstance(persistent, str) else None)
 
 
-def remove_stale_notes(root: Path) -> list[str]:
-    """Remove the notes of snapshots that are gone. The caller holds the root lock, so that no rank is writing one."""
+def remove_what_is_stale(root: Path) -> list[str]:
+    """Remove the notes of snapshots that are gone, and the directories in which no rank left anything.
+
+    The caller holds the root lock, so that no rank is writing.
+    """
     removed = []
+    for name in Listing(root).names():
+        parsed = names.parse_name(name)
+        if parsed is not None and parsed.role == "emergency":
+            with contextlib.suppress(OSError):  # it is not empty
+                (root / name).rmdir()
+                removed.append(name)
     for path in sorted((root / names.CONTROL_DIR).glob("emergency-*.json")):
         try:
             if os.path.lexists(root / read_note(path).directory):

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
+from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import (
     CkptMirrorError,
     ConfigError,
@@ -39,7 +39,14 @@ from ckptmirror.core.problems import Problem
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, local_catalog
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.save.commit import stray_below
-from ckptmirror.flow.save.emergency_files import is_emergency, meta_paths, note_path, read_note, write_note
+from ckptmirror.flow.save.emergency_files import (
+    another_snapshot_in,
+    is_emergency,
+    meta_paths,
+    note_path,
+    read_note,
+    write_note,
+)
 from ckptmirror.local import checksummed_writer, directories, files, trash
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.daemon_pool import run_jobs
@@ -133,17 +140,28 @@ def keep_copy(root: Path, name: str, meta: Meta, rank: int, directory: Path) -> 
 
 
 def snapshots_in(directory: Path) -> dict[str, Meta]:
-    """Return the whole snapshots in a persistent directory, by save id; none if it cannot be read."""
-    return dict(persistent_catalog(directory).saves)
+    """Return what a persistent directory has of snapshots, whole or in part, by save id; none if it cannot be read."""
+    found = persistent_catalog(directory)
+    return {**found.saves, **found.parts}
 
 
-def copy_of(root: Path, save_id: str) -> Path | None:
-    """Return the persistent directory that has a whole copy of a snapshot of a root; None if none is known."""
+def copy_of(root: Path, save_id: str, *, is_here: bool) -> Path | None:
+    """Return the persistent directory that has a copy of a snapshot of a root; None if none is known.
+
+    Args:
+        root: The root.
+        save_id: The snapshot's.
+        is_here: Whether the root has any of it. Then only a whole copy counts.
+    """
     try:
         directory = read_note(note_path(root, save_id)).persistent_dir
     except (FileNotFoundError, ValueError, CkptMirrorError, OSError):
         directory = _last_used(root)
-    return directory if directory is not None and save_id in snapshots_in(directory) else None
+    if directory is None:
+        return None
+    found = persistent_catalog(directory)
+    has_it = save_id in found.saves or (not is_here and save_id in found.parts)
+    return directory if has_it else None
 
 
 def _last_used(root: Path) -> Path | None:
@@ -153,16 +171,18 @@ def _last_used(root: Path) -> Path | None:
 
 
 def with_kept(root: Path, here: Catalog) -> Catalog:
-    """Return what a root has, with the snapshots of its run that only the last trainer's persistent directory has.
+    """Return what a root has, parts too, and what only the last trainer's persistent directory has of its snapshots.
 
     A full disk sends a snapshot there alone. If the directory cannot be read, nothing is added.
     """
     directory = _last_used(root)
     if directory is None or here.attempts is None:
         return here
-    found = snapshots_in(directory)
-    kept = {save_id: meta for save_id, meta in found.items() if meta.run_id == here.attempts.run_id}
-    return replace(here, saves={**kept, **here.saves})
+    run_id = here.attempts.run_id
+    kept = {save_id: meta for save_id, meta in snapshots_in(directory).items() if meta.run_id == run_id}
+    more = {save_id: meta for save_id, meta in kept.items() if meta.is_whole or save_id not in here.saves}
+    whole = {save_id: meta for save_id, meta in here.saves.items() if meta.is_whole}
+    return replace(here, saves={**here.saves, **more, **whole})
 
 
 def why_perhaps_elsewhere(root: Path, save_id: str, persistent_dir: Path | None) -> str | None:
@@ -192,25 +212,26 @@ def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s:
     except (CkptMirrorError, OSError) as error:
         problem = Problem(f"it cannot be listed: {error}", kinds=("emergency",), hindrance="unreadable")
         return Catalog(str(directory), None, {}, {str(directory): problem})
-    saves = {save_id: meta for save_id, meta in found.saves.items() if is_emergency(meta) and meta.artifacts}
+    saves = {save_id: meta for save_id, meta in found.saves.items() if is_emergency(meta)}
     problems = {name: problem for name, problem in found.problems.items() if problem.kinds == ("emergency",)}
     for name in found.others:
         parsed = names.parse_name(name)
         if parsed is not None and parsed.role == "emergency" and not (root is not None and (root / name).exists()):
             why = "it has no rank's meta, so the copy was not finished"
             problems[str(directory / name)] = Problem(why, parsed.step, kinds=("emergency",))
-    return Catalog(str(directory), None, saves, problems)
+    parts = {save_id: meta for save_id, meta in found.parts.items() if is_emergency(meta)}
+    return Catalog(str(directory), None, saves, problems, torn=found.torn, parts=parts, damaged=found.damaged)
 
 
 def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[int] | None = None) -> None:
-    """Copy a whole snapshot into the root, and verify it. It mends a broken one of its name.
+    """Copy what the root lacks of a snapshot, and verify it. It mends a broken one of its name.
 
     Parts of it that the root has, and that are whole, stay where they are: they may be whole nowhere else.
 
     Args:
         root: The local root.
         directory: The persistent directory.
-        meta: The whole snapshot.
+        meta: The whole snapshot; the directory may lack what disks have of it.
         ranks: The ranks whose parts are brought, as far as the copy has them as they were saved: another node may have
             the others. None: all, or it is an error.
 
@@ -238,12 +259,21 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         empty_trash(root)
     make_own_dir(temporary)
     guard = hang_guard(directory)
+    metas: dict[str, bytes] = {}
     broken: set[int | None] = set()
 
     def bring(one: Artifact) -> None:
-        copy = partial(_copy, directory, temporary / Path(one.path).name, one, meta)
+        """Bring a file of a rank, and the rank's meta."""
+        [its_meta] = meta_paths(replace(meta, artifacts=(one,)))
         try:
-            guard.call(copy, size_bytes=one.digest.size_bytes)
+            try:
+                metas[its_meta] = guard.call(partial(files.read_limited, directory / its_meta, META_LIMIT_BYTES))
+                copy = partial(_copy, directory, temporary / Path(one.path).name, one, meta)
+                guard.call(copy, size_bytes=one.digest.size_bytes)
+            except FileNotFoundError as error:
+                if not guard.call((directory / name).is_dir):
+                    raise
+                raise IntegrityError(f"{directory / name} lacks files of rank {one.rank}.") from error
         except IntegrityError as error:
             if ranks is None or is_not_readable_now(error.__cause__):
                 raise
@@ -258,8 +288,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
                     trash.move_to_trash(root, temporary / Path(one.path).name)
         brought = replace(brought, artifacts=tuple(one for one in brought.artifacts if one.rank not in broken))
         for path in meta_paths(brought):
-            data = guard.call(partial(files.read_limited, directory / path, META_LIMIT_BYTES))
-            files.write_bytes(temporary / Path(path).name, data, save_id=meta.save_id)
+            files.write_bytes(temporary / Path(path).name, metas[path], save_id=meta.save_id)
     except (IntegrityError, OSError) as error:
         if isinstance(error, OSError) or is_not_readable_now(error.__cause__):
             raise Temporary(
@@ -324,12 +353,8 @@ def _whole_parts(root: Path, meta: Meta) -> frozenset[int]:
 
 def _stray(root: Path, name: str, meta: Meta) -> str | None:
     """Name a file in a snapshot's directory that is not part of the snapshot; None if there is none."""
-    for path in meta_paths(meta):
-        with contextlib.suppress(CkptMirrorError, OSError):  # a broken meta does not name another snapshot
-            other = meta_from_bytes(files.read_limited(root / path, META_LIMIT_BYTES))
-            if other.save_id != meta.save_id:
-                return f"{path} belongs to another snapshot, {other.save_id[:8]}"
-    return stray_below(root, [name], {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)})
+    ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}
+    return another_snapshot_in(root, meta) or stray_below(root, [name], ours)
 
 
 def _copy(place: Path, target: Path, artifact: Artifact, meta: Meta) -> None:

@@ -5,10 +5,13 @@ Rules:
 * Each mirror is asked once for all nodes of the job, all of them in parallel.
 * A copy on the disk counts in a kind only if it has everything that a resume from that kind needs. A copy that
   ``stage`` brought for evaluation has no random state and no data position.
+* A snapshot is what its ranks left, each a part of its own, whichever places have them: disks, or the persistent
+  directory together with disks.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
@@ -192,15 +195,12 @@ class _Rows:
         for disk in self._disks:
             for problem in disk.catalog.problems.values():
                 if problem.meta is not None and _is_part(problem, disk.run_id):
-                    metas.setdefault(problem.meta.save_id, []).append(problem.meta)
+                    metas.setdefault(problem.meta.save_id, []).append(_whole_part(disk.catalog, problem.meta))
         wrong: dict[str, str] = {}
         for save_id, parts in metas.items():
-            of_shares = {_shares_of(meta)[0]: meta for meta in parts}
             try:
-                check_same_save(parts)
-                if len({share for shares in of_shares for share in shares}) == _shares_of(parts[0])[1]:
-                    merge = merge_emergency if parts[0].kinds == ("emergency",) else merge_parts
-                    self._found[(save_id, DISK)] = merge(list(of_shares.values()))  # also where a disk has a copy
+                if (whole := _merged(parts)) is not None:
+                    self._found[(save_id, DISK)] = whole  # also where a disk has a copy
             except BrokenMeta as error:
                 wrong[save_id] = str(error)
         return [
@@ -283,17 +283,25 @@ class _Rows:
             if meta is None or not _is_part(problem, disk.run_id):
                 continue
             kinds = catalog.parts[meta.save_id].kinds if meta.save_id in catalog.parts else ()
-            is_torn = kinds != meta.kinds
-            yield Part(
+            shares, of = _shares_of(meta)
+            whole = Part(
                 facts_of(meta),
                 kinds,
-                *_shares_of(meta),
+                shares,
+                of,
                 self._origin(disk, meta, listed),
                 name,
-                problem.why if is_torn else "",
+                problem.why if kinds != meta.kinds else "",
                 problem.hindrance,
                 meta.world_size,
             )
+            if not _is_snapshot(meta) or kinds:
+                yield whole
+                continue
+            good = _shares_of(_whole_part(catalog, meta))[0]  # of each rank alone
+            if good:
+                yield replace(whole, kinds=meta.kinds, shares=good, why="")
+            yield replace(whole, shares=tuple(share for share in shares if share not in good))
 
     def _origin(self, disk: DiskFacts, meta: Meta, listed: Mapping[str, Attempt]) -> Origin:
         if meta.staged_from is not None:
@@ -385,14 +393,15 @@ class _Rows:
         rows = []
         runs = sorted({meta.run_id for meta in catalog.metas()})
         for run_id in runs:
-            saves = self._of_run(catalog.saves.values(), run_id)
             metas = self._of_run(catalog.metas(), run_id)
+            saves = [whole for meta in metas if (whole := self._with_what_disks_have(catalog, meta)) is not None]
+            counts = {meta.attempt.id for meta in (*metas, *saves) if meta.is_whole}
             rows.append(
                 Row(
                     catalog.place,
                     "persistent",
                     run_id=run_id,
-                    heard=tuple(self._heard(None, metas, {meta.attempt.id for meta in metas})),
+                    heard=tuple(self._heard(None, metas, counts)),
                     copies=tuple(self._copy(catalog.place, meta, Origin.REMOTE, meta.kinds) for meta in saves),
                     problems=tuple(
                         one for one in self._problems(catalog, run_id, {}, loose=False) if one.save is not None
@@ -404,6 +413,16 @@ class _Rows:
         if unknown:
             rows.append(Row(catalog.place, "persistent", problems=tuple(unknown)))
         return rows
+
+    def _with_what_disks_have(self, kept: Catalog, meta: Meta) -> Meta | None:
+        """Return a snapshot if the directory has it whole, or together with the disks; else None."""
+        if meta.save_id in kept.saves:
+            return meta
+        places = [kept, *(disk.catalog for disk in self._disks)]
+        found = [place.whole_ranks(one) for place in places for one in place.metas() if one.save_id == meta.save_id]
+        with contextlib.suppress(BrokenMeta):
+            return _merged(found)
+        return None
 
     # -- what the rows have in common ------------------------------------------------------------------------
 
@@ -519,13 +538,36 @@ def _snapshot_parts(catalog: Catalog, run_id: str) -> Iterator[tuple[str, int]]:
 
 
 def _is_part(problem: FoundProblem, run_id: str | None) -> bool:
-    """Whether it is what one of several nodes wrote of a save of this run."""
-    return problem.meta is not None and not problem.meta.is_whole and problem.meta.run_id == run_id
+    """Whether it is a part of a save of this run: what one of several nodes wrote, or what is left of a snapshot."""
+    meta = problem.meta
+    return meta is not None and meta.run_id == run_id and (_is_snapshot(meta) or not meta.is_whole)
+
+
+def _is_snapshot(meta: Meta) -> bool:
+    return meta.kinds == ("emergency",)
+
+
+def _whole_part(catalog: Catalog, meta: Meta) -> Meta:
+    """Return what is whole of a part: of a snapshot, that of each rank is a part of its own."""
+    return catalog.whole_ranks(meta) if _is_snapshot(meta) else meta
+
+
+def _merged(parts: Sequence[Meta]) -> Meta | None:
+    """Return the save that these parts make up; None if they are not all.
+
+    Raises:
+        BrokenMeta: They contradict one another.
+    """
+    check_same_save(parts)
+    of_shares = {_shares_of(meta)[0]: meta for meta in parts}
+    if len({share for shares in of_shares for share in shares}) < _shares_of(parts[0])[1]:
+        return None
+    return (merge_emergency if _is_snapshot(parts[0]) else merge_parts)(list(of_shares.values()))
 
 
 def _shares_of(meta: Meta) -> tuple[tuple[int, ...], int]:
     """Return which shares of a save a part has, and how many the save has."""
-    if meta.kinds != ("emergency",):
+    if not _is_snapshot(meta):
         return (meta.node,), meta.nodes
     return tuple(sorted({one.rank for one in meta.artifacts if one.rank is not None})), meta.world_size
 

@@ -23,12 +23,13 @@ from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, standing_if_whole, worst
 from ckptmirror.flow.fetch.blocks import Finding
-from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of
+from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, objects_of, part_word
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.flow.places.resolve import by_run
 from ckptmirror.flow.places.select import attempts_of, lineage_of
 from ckptmirror.flow.places.uncommitted import uncommitted_saves
+from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.local.listing import Listing
 from ckptmirror.stores.base import ObjectInfo
 
@@ -151,8 +152,9 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
     catalog = found.with_parts()
     _note_strays(catalog, step, notes)
     parts = [meta for meta in found.parts.values() if step in (None, meta.step)]
-    if parts:
-        steps = ", ".join(str(at) for at in sorted({meta.step for meta in parts}))
+    notes += [f"of the emergency snapshot of step {one.step}, {part_word(one)}" for one in parts if is_emergency(one)]
+    steps = ", ".join(str(at) for at in sorted({meta.step for meta in parts if not is_emergency(meta)}))
+    if steps:
         notes.append(f"of step {steps}, {root} has only what one of several nodes wrote; the others have the rest")
     subjects = _subjects(catalog, step, lambda name: os.path.lexists(root / name))
     listing = Listing(root)

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptmirror.core import per_rank
+from ckptmirror.core import names, per_rank
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, ObjectNotFound
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName
@@ -126,14 +126,13 @@ def _summed(name: str, piece: Piece) -> Summed:
 def _pieces(root: Path, meta: Meta, kind: Kind) -> Iterator[tuple[str, Piece]]:
     """Yield the pieces of all tensors, each with its name in the lists."""
     from ckptmirror.formats.dcp_read import saved_pieces
-    from ckptmirror.formats.emergency import names_of_rank
     from ckptmirror.formats.rank_files import named_file, rank_files
     from ckptmirror.untrusted.tensor_files import load_pt
 
     name = SaveName(meta.step, meta.tag)
     if kind == "emergency":
         directory = meta.artifacts[0].path.partition("/")[0]
-        files = rank_files(root, meta, lambda rank: f"{directory}/{names_of_rank(rank)[0]}")
+        files = rank_files(root, meta, lambda rank: f"{directory}/{names.emergency_files(rank)[0]}")
         for rank in files.ranks if files is not None else ():
             assert files is not None
             tree = files.tree(rank)

@@ -11,10 +11,10 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import Artifact
-from ckptmirror.core.names import NO_TIME, emergency_dir_name
+from ckptmirror.core.names import NO_TIME, emergency_dir_name, emergency_files
 from ckptmirror.formats.artifacts import write_pt
 from ckptmirror.formats.base import LoadTarget
-from ckptmirror.formats.emergency import names_of_rank, snapshot_files_read
+from ckptmirror.formats.emergency import snapshot_files_read
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.weights_only_values import MARK
 from tests.kit.saves import digest_of, make_save, save_id_of
@@ -37,15 +37,15 @@ def read_by(rank: int, root: Path, own: dict[str, Any], *, ranks: int = RANKS) -
     """The ranks whose files a rank reads, if its own file holds this."""
     (root / NAME).mkdir()
     tree = {"step": 7, "world_size": RANKS, "optimizer": None, "extra": {}, **own}
-    write_pt(tree, root / NAME / names_of_rank(rank)[0], save_id=save_id_of(1), publish=True)
+    write_pt(tree, root / NAME / emergency_files(rank)[0], save_id=save_id_of(1), publish=True)
     parts = tuple(
         Artifact(path=f"{NAME}/{file}", kinds=("emergency",), rank=one, digest=digest_of(b""))
         for one in range(RANKS)
-        for file in names_of_rank(one)
+        for file in emergency_files(one)
     )
     meta = replace(make_save(root / "save", 7, ("emergency",), ranks=RANKS), artifacts=parts)
     read = snapshot_files_read(root, meta, LoadTarget(TrainState(model=torch.nn.Linear(4, 1)), rank, ranks))
-    return {one for one in range(RANKS) if f"{NAME}/{names_of_rank(one)[0]}" in read}
+    return {one for one in range(RANKS) if f"{NAME}/{emergency_files(one)[0]}" in read}
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])

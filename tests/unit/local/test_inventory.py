@@ -19,6 +19,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import IntegrityError
 from ckptmirror.core.model import Artifact, Attempt, Digest, Kind, Meta, new_id
+from ckptmirror.flow.places.catalog import part_word
 from ckptmirror.local import trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.inventory import Inventory, read_inventory
@@ -232,12 +233,12 @@ def test_an_emergency_save_is_whole_when_every_rank_left_its_meta(tmp_path: Path
     assert found == Inventory(tmp_path, saves=found.saves)
 
 
-def test_an_emergency_save_that_ranks_did_not_finish_says_which(tmp_path: Path):
+def test_what_some_ranks_left_of_an_emergency_save_is_a_part_that_says_which(tmp_path: Path):
     directory = emergency(tmp_path, 200, [1], 3)
     (tmp_path / directory / "state_rank0.pt.1f0c9a2e.tmp").write_bytes(b"")
     found = read_inventory(tmp_path)
-    assert steps(found) == []
-    assert found.incomplete[0].why == "2 of 3 ranks left no meta (ranks 0, 2)"
+    assert [(save.meta.step, save.meta.is_whole) for save in found.saves] == [(200, False)]
+    assert part_word(found.saves[0].meta) == "2 of 3 ranks left nothing of it here (ranks 0, 2)"
     assert [path.name for path in found.temporaries] == ["state_rank0.pt.1f0c9a2e.tmp"]
     assert found.foreign == ()
 
@@ -248,11 +249,12 @@ def test_an_emergency_save_of_more_ranks_than_anybody_has_costs_no_more_than_its
     tracemalloc.start()
     try:
         found = read_inventory(tmp_path)
+        word = part_word(found.saves[0].meta)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    why = "9999999 of 10000000 ranks left no meta (ranks 0, 2, 3, 4, 5, 6, 7, 8, ...)"
-    assert found.incomplete[0].why == why
+    why = "9999999 of 10000000 ranks left nothing of it here (ranks 0, 2, 3, 4, 5, 6, 7, 8, ...)"
+    assert word == why
     assert peak < 8 << 20
 
 
