@@ -6,6 +6,7 @@ Rules:
 * While a mirror is silent a start may always wait. What it continues from must be the newest all the same, but where no
   mirror answers: then it is the newest of its own disks, and a branch may begin (docs/adr/0004).
 * A start over by a person that goes on where such a start has saved since is the same command, started again.
+* The persistent directory is one more disk of every job.
 * An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
 
@@ -49,7 +50,7 @@ def allowed_starts(world: World, nodes: str, policy: str) -> list[Allowed]:
 
 def view_of(world: World, nodes: Iterable[str], *, mirrors: bool) -> View:
     """What lies on the disks of these nodes and, if they count, on all mirrors."""
-    disks = [look_at_disk(world, world.root(node)) for node in sorted(set(nodes))]
+    disks = [look_at_disk(world, path) for path in [*(world.root(node) for node in sorted(set(nodes))), world.kept]]
     there = [look_at_mirror(world, mirror.url, mirror.objects()) for mirror in world.mirrors] if mirrors else []
     disk = together(disks)
     places = [disk, *there]

@@ -57,9 +57,10 @@ def job(world: World, watch: Watch, draw: random.Random) -> None:
             "all sleep",
             "a mirror falls silent",
             "a stop",
+            "a stop, and a node dies",
             "a waking",
         ],
-        [30, 20, 8, 8, 8, 8, 10, 8],
+        [30, 20, 8, 8, 8, 8, 10, 8, 8],
     )[0]
     plan = _plan(world, draw, nodes)
     in_training, point, at = draw.random() < 0.8, draw.choice([draw.randrange(1, 60), draw.randrange(1, 400)]), 0
@@ -67,18 +68,18 @@ def job(world: World, watch: Watch, draw: random.Random) -> None:
     peers_wait, early, faults = draw.random() < 0.25, draw.random() < 0.3, _faults(draw)
     at = draw.randrange(1, plan.steps + 1)
     rank = draw.choice(plan.ranks_of(leader))
-    if befalls in ("a node dies", "all die", "a node sleeps", "all sleep"):
+    if befalls in ("a node dies", "all die", "a node sleeps", "all sleep", "a stop, and a node dies"):
         struck = tuple(range(plan.size)) if befalls.startswith("all") else plan.ranks_of(leader)
         number = signal.SIGKILL if befalls.endswith(("die", "dies")) else signal.SIGSTOP
         plan = replace(plan, ambush=Ambush(rank, str(point), in_training, struck, number))
         if befalls == "a node sleeps" and peers_wait:
             plan = replace(plan, timeout_s=4.0)
-    elif befalls == "a stop":
+    if befalls.startswith("a stop"):
         asked = plan.ranks_of(leader) if early else (rank,)
         plan = replace(plan, asked_to_stop=(asked, at), ends_mirrored=draw.random() < 0.5)
     elif befalls in ("a mirror falls silent", "a waking"):
         plan = replace(plan, asks_at=at, ends_mirrored=befalls == "a waking")
-    else:
+    elif befalls == "nothing":
         plan = replace(plan, ends_mirrored=not early)
     woken: list[Job] = []
 
@@ -362,6 +363,13 @@ def _copy_of(world: World, node: str) -> Path:
     return world.base / f"copy-of-{node}"
 
 
+def lose_kept(world: World, watch: Watch, draw: random.Random) -> None:
+    """Somebody empties the persistent directory."""
+    for path in world.kept.iterdir() if world.kept.exists() else ():
+        world.told.append(f"  {path.name} is gone from the persistent directory")
+        shutil.rmtree(path)
+
+
 def silence(world: World, watch: Watch, draw: random.Random) -> None:
     mirror = draw.choice(world.mirrors)
     world.told.append(f"  {mirror.url} falls silent")
@@ -465,6 +473,7 @@ RULES: dict[str, tuple[Rule, int]] = {
     "lose_disk": (lose_disk, 10),
     "keep_copy": (keep_copy, 4),
     "restore": (restore, 5),
+    "lose_kept": (lose_kept, 3),
     "silence": (silence, 4),
     "come_back": (come_back, 10),
     "drain": (drain, 8),

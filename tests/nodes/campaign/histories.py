@@ -33,6 +33,7 @@ from tests.nodes.campaign.world import FileMirror, GcsMirror, Lost, MirrorPlace,
 __all__ = ["Played", "Step", "environment", "history", "in_words", "play", "shortened"]
 
 LENGTH = 7
+WITH_PERSISTENT_DIR = 0.5  # of the histories
 SHRINKING_RUNS = 12
 DRAINS_S = (2.0, 10.0, 90.0)  # those of the end; most need only the first
 
@@ -95,8 +96,11 @@ def play(seed: int, steps: Sequence[Step], server: GcsServerProcess) -> Played:
     base = server.directory.parent / f"history-{seed}-{_played}"
     base.mkdir()
     world = World(base, _mirrors(base, server, random.Random(f"mirrors {seed}")))
+    if random.Random(f"persistent_dir {seed}").random() < WITH_PERSISTENT_DIR:
+        world.kept.mkdir()
     watch = Watch(world)
-    world.told.append(f"  mirrors: {', '.join(world.urls)}")
+    also = ", and a persistent_dir" if world.kept.exists() else ""
+    world.told.append(f"  mirrors: {', '.join(world.urls)}{also}")
     try:
         for step in steps:
             RULES[step.rule][0](world, watch, random.Random(f"step {step.draw}"))

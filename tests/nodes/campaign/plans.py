@@ -73,5 +73,11 @@ class Plan:
         return self.base / "logs" / f"job{self.number}-rank{rank}.log"
 
     @property
+    def persistent_dir(self) -> Path | None:
+        """One for all nodes, in the histories that have one."""
+        directory = self.base / "kept"
+        return directory if directory.exists() else None
+
+    @property
     def size(self) -> int:
         return len(self.nodes)

@@ -172,6 +172,7 @@ class _Life:
                     kinds=plan.kinds,
                     retention=Retention(keep_last=2),
                     timeout_s=plan.timeout_s,
+                    persistent_dir=plan.persistent_dir,
                 )
                 self._note("opened")
                 info = manager.resume(trained.state, policy=plan.policy, force=plan.policy == "scratch")

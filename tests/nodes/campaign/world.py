@@ -213,6 +213,11 @@ class World:
     def root(self, node: str) -> Path:
         return self.base / node
 
+    @property
+    def kept(self) -> Path:
+        """The persistent directory; a history without one has no such path."""
+        return self.base / "kept"
+
     def begin(self, plan: Plan) -> Job:
         self.plans[plan.number] = plan
         self.disks_of_job[plan.number] = {node: self.disk[node] for node in plan.nodes}
