@@ -53,7 +53,7 @@ from ckptmirror.flow.retention.durability import Durability, open_saves, waiting
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.save.emergency_files import is_emergency
-from ckptmirror.flow.save.persistent_dir import copy_of, with_kept
+from ckptmirror.flow.save.persistent_dir import copy_of, lost_snapshots, with_kept
 from ckptmirror.flow.start.claim import DrainConfirmation, check_of_run
 from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.upload.transfer_progress import Held, Transfers, UnderWay, Wait
@@ -449,7 +449,8 @@ class _Work:
         table, urls = self._table, self._urls
         given_up = [record for record in table.records(state=RecordState.FAILED) if record.mirror in urls]
         failed = [f"{record.mirror}: {record.path}: {record.last_error}" for record in given_up]
-        here = local_catalog(self._root).with_parts()
+        here = local_catalog(self._root)
+        here = here.with_parts(besides=lost_snapshots(self._root, here))
         unasked = self._unasked()  # first, as durability() does
         now = Durability(tuple(open_saves(table, here.whole.values(), urls, save_ids)))
         wanted = [record for record in given_up if save_ids is None or record.save_id in save_ids]

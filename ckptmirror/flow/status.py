@@ -22,7 +22,7 @@ from ckptmirror.flow.places.select import is_left_behind, lineage_of, quarantine
 from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
 from ckptmirror.flow.save.emergency_files import is_emergency
-from ckptmirror.flow.save.persistent_dir import copy_of, with_kept
+from ckptmirror.flow.save.persistent_dir import copy_of, lost_snapshots, with_kept
 from ckptmirror.flow.upload.workers import still_moving
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
@@ -267,7 +267,8 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         known = [(row.url, row.required) for row in rows]
         required = [url for url, is_required in known if is_required]
         records = table.records()
-        catalog = local_catalog(root).with_parts()
+        found = local_catalog(root)
+        catalog = found.with_parts(besides=lost_snapshots(root, found))
         now = durability(table, catalog.whole.values(), counting_rows(rows))
         pushed = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows if row.pushed}
     gaps: dict[str, dict[str, str]] = {}

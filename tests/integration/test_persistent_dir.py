@@ -163,6 +163,19 @@ def test_a_note_that_somebody_planted_costs_no_snapshot(
     assert same(state, left)
 
 
+def test_a_persistent_directory_that_cannot_be_listed_stops_no_rotation(place: Place) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    place.snapshot(5, place.mirror)
+    with running(place.root, place.mirror, retention=Retention(keep_last=1), persistent_dir=place.kept) as manager:
+        state = new_state()
+        manager.resume(state)
+        shutil.rmtree(place.kept)
+        place.kept.write_text("no directory any more")
+        manager.save(6, state).wait("mirrored")
+        manager.rotate(30.0)
+        assert [save.meta.step for save in read_inventory(place.root).saves] == [6]
+
+
 def test_a_copy_is_not_rotated_through_a_link(place: Place, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     place.snapshot(5, place.mirror)
@@ -579,6 +592,36 @@ def test_i12_a_part_that_is_whole_on_this_disk_alone_is_there_whenever_the_start
     assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
 
 
+def test_a_rank_gets_back_its_meta_from_the_place_that_has_it_good(tmp_path: Path) -> None:
+    """Rank 0's file is damaged on the disk, its meta in the persistent directory, and rank 1's part is there alone."""
+    first, _ = run_ranks(2, leave_snapshot, str(tmp_path), (), "")
+    place, name = Place(tmp_path), Path(first).name
+    flip_bit(place.root / name / "rank0.pt")
+    flip_bit(place.kept / name / "meta_rank0.json")
+    good = (place.root / name / "meta_rank0.json").read_bytes()
+    for gone in (place.root / name).glob("*rank1*"):
+        gone.unlink()
+    assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
+    assert (place.root / name / "meta_rank0.json").read_bytes() == good
+    shutil.rmtree(place.kept)
+    assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
+
+
+def test_parts_under_two_names_are_passed_over(tmp_path: Path) -> None:
+    """A rank that found no room for the agreed name wrote under its own, elsewhere."""
+    saved_run(tmp_path / "root", (3,))
+    first, _ = run_ranks(2, leave_snapshot, str(tmp_path), (), "")
+    place, name = Place(tmp_path), Path(first).name
+    for gone in (*(place.root / name).glob("*rank1*"), *(place.kept / name).glob("*rank0*")):
+        gone.unlink()
+    (path,) = (place.kept / name).glob("meta_rank1.json")
+    other, meta = "emergency_step_000005_19700101T000000Z", meta_from_bytes(path.read_bytes())
+    moved = [replace(one, path=one.path.replace(name, other)) for one in meta.artifacts]
+    path.write_bytes(meta_to_bytes(replace(meta, artifacts=tuple(moved))))
+    (place.kept / name).rename(place.kept / other)
+    assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(3, "dcp")] * 2
+
+
 def test_a_second_call_for_one_step_changes_nothing_and_blames_no_copy(
     place: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -695,28 +738,27 @@ def test_status_and_drain_say_that_the_newest_state_is_in_the_persistent_directo
 
 
 @pytest.mark.parametrize(
-    ("lacks", "copy", "is_here"),
-    [
-        ("root/*rank0* kept/*rank1*", False, True),
-        ("root/*rank1* kept/*", False, True),
-        ("root/* kept/*rank0*", True, False),
-    ],
+    ("lacks", "is_lost"),
+    [("root/*rank0* kept/*rank1*", False), ("root/*rank1* kept/*", True), ("root/* kept/*rank0*", True)],
 )
-def test_where_no_place_has_the_newest_snapshot_whole_that_is_said(
-    lacks: str, copy: bool, is_here: bool, tmp_path: Path
+def test_a_snapshot_that_no_place_has_whole_is_never_called_safe_nor_the_newest_state_where_it_is_lost(
+    lacks: str, is_lost: bool, tmp_path: Path
 ) -> None:
+    """The ranks of one node have no other places."""
     run_ranks(2, leave_snapshot, str(tmp_path), (), "")
-    root, kept = tmp_path / "root", tmp_path / "kept"
+    root = tmp_path / "root"
     for place, _, names in (one.partition("/") for one in lacks.split()):
         for gone in tmp_path.glob(f"{place}/emergency_*/{names}"):
             gone.unlink()
     found = read_status(root)
-    assert (found.emergency_step, found.emergency_here, found.emergency_whole) == (5, is_here, False)
-    assert found.emergency_copy == (kept if copy else None)
-    part = (
-        f"of which {'this disk' if is_here else kept} has a part; a start that finds the other ranks' parts continues"
-    )
-    assert part in on_no_mirror(5, found.emergency_copy, is_here, found.emergency_whole)
+    assert (found.emergency_step, found.emergency_copy) == (None if is_lost else 5, None)
+    assert found.emergency_whole == is_lost
+    part = "of which this disk has a part; a start that finds the other ranks' parts continues from it"
+    assert is_lost or part in on_no_mirror(5, found.emergency_copy, found.emergency_here, found.emergency_whole)
+    if list(root.glob("emergency_*/meta*")):
+        checked = cli("verify", root)
+        assert checked.returncode == (6 if is_lost else 0)
+        assert "1 of 2 ranks left nothing of it here" in checked.stdout + checked.stderr
 
 
 def test_status_and_drain_say_where_the_copy_is(place: Place) -> None:

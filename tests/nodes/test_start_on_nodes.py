@@ -125,6 +125,18 @@ def test_an_emergency_snapshot_of_which_a_node_is_lost_is_passed_over(tmp_path: 
         assert "no disk of this job has what rank 1 of those wrote" in one.passed_over
 
 
+@pytest.mark.parametrize(("killed", "left"), [(0, "[ab]/emergency_*/*rank0*"), (1, "[ab]/emergency_*/*")])
+def test_a_copy_that_was_not_finished_and_a_part_on_no_disk_go_too(killed: int, left: str, tmp_path: Path) -> None:
+    """Rank 0 was killed before it wrote, rank 1 while it copied; or the disks were full, and rank 1 was killed."""
+    Job(tmp_path, "ab", (1,), snapshot=2, kept=True).run()
+    for gone in (*tmp_path.glob(left), *tmp_path.glob("kept/emergency_*/meta_rank1.json")):
+        gone.unlink()
+    for gone in tmp_path.glob("kept/emergency_*/*rank0*") if killed == 0 else ():
+        gone.unlink()
+    assert [one.step for one in Job(tmp_path, "ab", (3,), kept=True).run()] == [1, 1]
+    assert list(tmp_path.glob("*/emergency_*")) == []
+
+
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("nodes", ["ab", "aa"])
 def test_a_part_of_a_snapshot_whose_rest_is_gone_goes_once_a_later_save_is_mirrored(

@@ -159,12 +159,14 @@ def _whole_nowhere(evidence: Evidence) -> list[SaveFacts]:
 
 def _parts_alone(evidence: Evidence) -> dict[str, list[Part]]:
     """Return the parts of saves of which no disk of this job has the rest, nor a meta that cannot be read."""
+    kept = [row for row in evidence.rows if row.sort == "persistent"]
+    torn_here = {one.save_id for one in evidence.disk.problems} - {part.save.save_id for part in evidence.disk.parts}
     parts: dict[str, list[Part]] = {}
-    for part in evidence.disk.parts:
-        parts.setdefault(part.save.save_id, []).append(part)
+    for part in (part for row in (evidence.disk, *kept) for part in row.parts):
+        if part.save.save_id not in torn_here:
+            parts.setdefault(part.save.save_id, []).append(part)
     unknown = {one.step for one in evidence.disk.problems if one.save is None}  # a meta that cannot be read
-    kept = [one for row in evidence.rows if row.sort == "persistent" for one in row.problems]
-    unknown_snapshots = unknown | {one.step for one in kept if one.save is None}
+    unknown_snapshots = unknown | {one.step for row in kept for one in row.problems if one.save is None}
     whole = {copy.save.save_id for copy in evidence.disk.copies}
     return {
         save_id: found

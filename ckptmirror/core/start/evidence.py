@@ -177,7 +177,7 @@ class Row:
         problems: What looks like a save here but cannot be resumed from.
         removed: The ids of the saves that retention removed here.
         parts: On the disk of one node, its parts of saves of several nodes; on all disks together, those of saves of
-            which some part is missing.
+            which some part is missing; in the persistent directory, those of snapshots.
         parts_here: On a mirror, the parts of saves that are there: eight digits of the save's id, and which node's. In
             the persistent directory, those of snapshots that are not whole there, and which rank's.
     """

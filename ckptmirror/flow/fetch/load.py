@@ -151,7 +151,7 @@ def meta_of(root: Path, found: CheckpointReference, exclude: Collection[str] = (
     if meta is None and (part := catalog.parts.get(found.save_id or "")) is not None:
         raise CheckpointNotFound(
             f"{root} has only a part of step {found.step}: {part_word(part)}.",
-            hint="A snapshot is on no mirror: only a start of all these nodes continues from it."
+            hint="A snapshot is on no mirror: only a start that finds the other ranks' parts continues from it."
             if part.kinds == ("emergency",)
             else f"Stage the whole save: `ckptmirror stage --step {found.step} --dest DIR --mirror URL`.",
         )

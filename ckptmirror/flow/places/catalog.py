@@ -109,11 +109,16 @@ class Catalog:
         torn = {one.rank for one in damaged}
         return replace(snapshot, artifacts=tuple(one for one in snapshot.artifacts if one.rank not in torn))
 
-    def with_parts(self) -> Catalog:
-        """Return the catalog in which parts are saves: for what keeps and sends them, not for what reads them."""
-        whole = self.parts.keys() - self.torn
+    def with_parts(self, besides: Collection[str] = ()) -> Catalog:
+        """Return the catalog in which parts are saves, except ``besides``.
+
+        For what keeps and sends them, not for what reads them.
+        """
+        parts = {save_id: meta for save_id, meta in self.parts.items() if save_id not in besides}
+        whole = parts.keys() - self.torn
         problems = {name: one for name, one in self.problems.items() if one.save_id not in whole}
-        return replace(self, saves={**self.saves, **self.parts}, parts={}, problems=problems)
+        left = {save_id: meta for save_id, meta in self.parts.items() if save_id in besides}
+        return replace(self, saves={**self.saves, **parts}, parts=left, problems=problems)
 
     def without(self, exclude: Collection[str]) -> Catalog:
         """Return the catalog for a load without some parts of the state: what lost only their files is listed."""

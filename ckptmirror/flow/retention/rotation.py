@@ -35,7 +35,7 @@ from typing import TypeVar
 
 from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, StoreHangs, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, LocalStorageFull, WaitTimeout
 from ckptmirror.core.model import AttemptList, Meta, top_names
 from ckptmirror.core.retention import (
     Retention,
@@ -54,7 +54,7 @@ from ckptmirror.flow.retention.durability import is_skipped, save_safety, why_no
 from ckptmirror.flow.retention.ownership import why_not_ours, why_unfinished_stays
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below
 from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency, meta_paths
-from ckptmirror.flow.save.persistent_dir import snapshots_in, why_perhaps_elsewhere
+from ckptmirror.flow.save.persistent_dir import names_in, snapshots_in, why_perhaps_elsewhere
 from ckptmirror.local import directories, files, trash
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.free_space import room_bytes
@@ -169,6 +169,7 @@ def rotate(
             metas,
             plan,
             copies,
+            names_in(persistent_dir) if persistent_dir is not None else frozenset(),
             persistent_dir,
             snapshots,
             abandoned,
@@ -192,6 +193,7 @@ class _Rotation:
     metas: Mapping[str, Meta]
     plan: RotationPlan
     copies: Mapping[str, Meta]
+    kept: frozenset[str]
     persistent_dir: Path | None
     snapshots: bool
     abandoned: Collection[str]
@@ -265,7 +267,7 @@ class _Rotation:
             reason = _why_gone(self.table, self.mirrors, successor)
         if reason is None and is_emergency(meta) and not self.snapshots:
             reason = "only the running trainer deletes an emergency snapshot: a start may be reading it"
-        if reason is None and is_emergency(meta) and save_id in self.abandoned:
+        if reason is None and is_emergency(meta) and save_id in self.abandoned and self.root in self._homes(meta):
             reason = why_perhaps_elsewhere(self.root, save_id, self.persistent_dir)
         return reason
 
@@ -273,27 +275,22 @@ class _Rotation:
         """Return the directories that hold a save: the root and, for a snapshot, also the persistent directory."""
         copy = self.persistent_dir
         is_here = all((self.root / path).exists() for path in meta_paths(meta))
-        if copy is None or not (meta.save_id in self.copies or self._has_unfinished_copy(copy, meta)):
+        is_there = meta.save_id in self.copies or (is_emergency(meta) and self.kept & set(top_names(meta.artifacts)))
+        if copy is None or not is_there:
             return [self.root]
         return [copy, self.root] if is_here else [copy]
-
-    def _has_unfinished_copy(self, directory: Path, meta: Meta) -> bool:
-        def look() -> bool:
-            return any(Listing(directory).is_dir(top) for top in top_names(meta.artifacts))
-
-        with contextlib.suppress(StoreHangs):
-            return is_emergency(meta) and self._at_home(directory, look)
-        return False
 
     def _why_not_ours(self, home: Path, meta: Meta) -> str | None:
         there = meta if home == self.root else self.copies.get(meta.save_id)  # it has the parts of all nodes
 
         def look() -> str | None:
+            if home != self.root and not any(Listing(home).is_dir(top) for top in top_names(meta.artifacts)):
+                return None  # another node has deleted it meanwhile
             return why_not_ours(home, there) if there is not None else why_unfinished_stays(home, meta)
 
         try:
             return self._at_home(home, look)
-        except StoreHangs as error:
+        except (CkptMirrorError, OSError) as error:
             return str(error)
 
     def _at_home(self, home: Path, call: Callable[[], _Result]) -> _Result:

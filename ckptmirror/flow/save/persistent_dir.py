@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import (
     CkptMirrorError,
     ConfigError,
@@ -55,6 +55,7 @@ from ckptmirror.local.file_systems import refuse_fuse
 from ckptmirror.local.hang_guard import beat, hang_guard
 from ckptmirror.local.listing import Listing, is_not_readable_now
 from ckptmirror.local.own_files import make_own_dir
+from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.status_file import read_status_file
 
@@ -62,6 +63,8 @@ __all__ = [
     "bring_snapshot",
     "copy_of",
     "keep_copy",
+    "lost_snapshots",
+    "names_in",
     "open_persistent",
     "persistent_catalog",
     "snapshots_in",
@@ -145,6 +148,14 @@ def snapshots_in(directory: Path) -> dict[str, Meta]:
     return {**found.saves, **found.parts}
 
 
+def names_in(directory: Path) -> frozenset[str]:
+    """Return what a persistent directory holds, by name; nothing if it cannot be read."""
+    try:
+        return frozenset(hang_guard(directory).call(Listing(directory).names))
+    except (CkptMirrorError, OSError):
+        return frozenset()
+
+
 def copy_of(root: Path, save_id: str, *, is_here: bool) -> Path | None:
     """Return the persistent directory that has a copy of a snapshot of a root; None if none is known.
 
@@ -178,11 +189,31 @@ def with_kept(root: Path, here: Catalog) -> Catalog:
     directory = _last_used(root)
     if directory is None or here.attempts is None:
         return here
-    run_id = here.attempts.run_id
-    kept = {save_id: meta for save_id, meta in snapshots_in(directory).items() if meta.run_id == run_id}
+    run_id, lost = here.attempts.run_id, lost_snapshots(root, here)
+    found = snapshots_in(directory)
+    kept = {save_id: meta for save_id, meta in found.items() if meta.run_id == run_id and save_id not in lost}
     more = {save_id: meta for save_id, meta in kept.items() if meta.is_whole or save_id not in here.saves}
     whole = {save_id: meta for save_id, meta in here.saves.items() if meta.is_whole}
     return replace(here, saves={**here.saves, **more, **whole})
+
+
+def lost_snapshots(root: Path, here: Catalog) -> frozenset[str]:
+    """Return the snapshots that nothing can make whole: this root's node took them alone, and a rank left nothing.
+
+    That is neither here nor in the last trainer's persistent directory. If that cannot be read, none is lost.
+    """
+    directory, root_id = _last_used(root), read_root_id(root).id
+    kept = persistent_catalog(directory) if directory is not None else Catalog("", None, {})
+    if any(problem.hindrance for problem in kept.problems.values()):
+        return frozenset()
+    own = {one.id for one in (here.attempts.attempts if here.attempts is not None else ()) if one.root == root_id}
+    ranks: dict[str, set[int | None]] = {}
+    metas = {}
+    for meta in (*here.saves.values(), *here.parts.values(), *kept.saves.values(), *kept.parts.values()):
+        if is_emergency(meta) and meta.nodes == 1 and meta.attempt.id in own and root_id:
+            metas[meta.save_id] = meta
+            ranks.setdefault(meta.save_id, set()).update(one.rank for one in meta.artifacts)
+    return frozenset(one for one, meta in metas.items() if len(ranks[one]) < meta.world_size)
 
 
 def why_perhaps_elsewhere(root: Path, save_id: str, persistent_dir: Path | None) -> str | None:
@@ -196,15 +227,14 @@ def why_perhaps_elsewhere(root: Path, save_id: str, persistent_dir: Path | None)
     return f"other ranks' parts may be in {noted}, which was its persistent_dir"
 
 
-def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s: float = 0.0) -> Catalog:
+def persistent_catalog(directory: Path, *, patience_s: float = 0.0) -> Catalog:
     """List the snapshots in a persistent directory, and nothing else in it.
 
     A snapshot that cannot be read is among the problems, and so is the directory itself if it cannot be read: it may
-    hold the newest state of the run. So is an unfinished copy, unless ``root`` has the snapshot under that name.
+    hold the newest state of the run. So is a copy that was not finished, and has no meta.
 
     Args:
         directory: The persistent directory.
-        root: The root whose snapshots are copied there.
         patience_s: How long a start waits for a file system that hangs, in seconds.
     """
     try:
@@ -216,7 +246,7 @@ def persistent_catalog(directory: Path, root: Path | None = None, *, patience_s:
     problems = {name: problem for name, problem in found.problems.items() if problem.kinds == ("emergency",)}
     for name in found.others:
         parsed = names.parse_name(name)
-        if parsed is not None and parsed.role == "emergency" and not (root is not None and (root / name).exists()):
+        if parsed is not None and parsed.role == "emergency":
             why = "it has no rank's meta, so the copy was not finished"
             problems[str(directory / name)] = Problem(why, parsed.step, kinds=("emergency",))
     parts = {save_id: meta for save_id, meta in found.parts.items() if is_emergency(meta)}
@@ -262,12 +292,21 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
     metas: dict[str, bytes] = {}
     broken: set[int | None] = set()
 
+    def meta_of(path: str, one: Artifact) -> bytes:
+        try:
+            return guard.call(partial(_meta_of, directory / path, meta, one))
+        except (IntegrityError, FileNotFoundError) as error:
+            if not is_not_readable_now(error.__cause__):
+                with contextlib.suppress(IntegrityError, OSError):
+                    return _meta_of(root / path, meta, one)  # of what is damaged here
+            raise
+
     def bring(one: Artifact) -> None:
         """Bring a file of a rank, and the rank's meta."""
-        [its_meta] = meta_paths(replace(meta, artifacts=(one,)))
+        [path] = meta_paths(replace(meta, artifacts=(one,)))
         try:
             try:
-                metas[its_meta] = guard.call(partial(files.read_limited, directory / its_meta, META_LIMIT_BYTES))
+                metas[path] = meta_of(path, one)
                 copy = partial(_copy, directory, temporary / Path(one.path).name, one, meta)
                 guard.call(copy, size_bytes=one.digest.size_bytes)
             except FileNotFoundError as error:
@@ -305,6 +344,20 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
     save_logger(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
+
+
+def _meta_of(path: Path, meta: Meta, artifact: Artifact) -> bytes:
+    """Read a rank's meta, and compare what it says of a file with the meta of the whole snapshot.
+
+    Raises:
+        IntegrityError: It is damaged, not signed, or that of another snapshot.
+    """
+    data = files.read_limited(path, META_LIMIT_BYTES)
+    found = meta_from_bytes(data)
+    digests = [one.digest for one in found.artifacts if one.path == artifact.path]
+    if found.save_id != meta.save_id or not (digests and digests[0].agrees_with(artifact.digest)):
+        raise IntegrityError(f"{path} is not the meta of this snapshot.")
+    return data
 
 
 def _put_in_place(final: Path, temporary: Path, brought: Meta, whole: Meta, kept: Collection[int]) -> None:

@@ -185,7 +185,7 @@ class Node:
         """Return what the persistent directory has, if there is one. This may wait for its file system."""
         if self.persistent_dir is None:
             return None
-        return persistent_catalog(self.persistent_dir, self.root, patience_s=total_s_of_environment())
+        return persistent_catalog(self.persistent_dir, patience_s=total_s_of_environment())
 
     def start(self, claim: RunClaim, abandoned: Mapping[str, str] | None = None, torn: Torn = _NOTHING_TORN) -> None:
         """Let uploads and rotation run for an attempt that has claimed the run.

@@ -40,6 +40,7 @@ from ckptmirror.core.retention import Retention
 from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.decide import Refuse, Result, Scratch, Try, Wish, next_move, run_of
+from ckptmirror.core.start.disks import never_whole
 from ckptmirror.core.start.explain import unknown_reference
 from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -148,7 +149,8 @@ def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirror
 
     Where a disk has one node's part of the save, and no mirror the whole of it, only all nodes together can go back.
     """
-    parts = [part.save for part in seen.evidence.disk.parts if _names(reference, part.save)]
+    lost = never_whole(seen.evidence)
+    parts = [one.save for one in seen.evidence.disk.parts if _names(reference, one.save) and one.save not in lost]
     if isinstance(error, CheckpointNotFound) and parts:
         return _needs_all_nodes(root, reference, parts[0].step, "no mirror has the whole save")
     order = count(seen.evidence).order

@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.meta_merging import check_same_save, merge_copies, merge_emergency, merge_parts
-from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta
+from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta, top_names
 from ckptmirror.core.problems import Explained, facts_of, unexplained
 from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.reach import Reach, reach_after
@@ -273,14 +273,13 @@ class _Rows:
             heard=tuple(heard),
             copies=tuple(copies),
             problems=tuple(problems),
-            parts=tuple(self._parts(disk, listed)),
+            parts=tuple(self._parts(catalog, run_id, lambda meta: self._origin(disk, meta, listed))),
         )
 
-    def _parts(self, disk: DiskFacts, listed: Mapping[str, Attempt]) -> Iterator[Part]:
-        catalog = disk.catalog
+    def _parts(self, catalog: Catalog, run_id: str | None, origin: Callable[[Meta], Origin]) -> Iterator[Part]:
         for name, problem in catalog.problems.items():
             meta = problem.meta
-            if meta is None or not _is_part(problem, disk.run_id):
+            if meta is None or not _is_part(problem, run_id):
                 continue
             kinds = catalog.parts[meta.save_id].kinds if meta.save_id in catalog.parts else ()
             shares, of = _shares_of(meta)
@@ -289,7 +288,7 @@ class _Rows:
                 kinds,
                 shares,
                 of,
-                self._origin(disk, meta, listed),
+                origin(meta),
                 name,
                 problem.why if kinds != meta.kinds else "",
                 problem.hindrance,
@@ -406,10 +405,17 @@ class _Rows:
                     problems=tuple(
                         one for one in self._problems(catalog, run_id, {}, loose=False) if one.save is not None
                     ),
+                    parts=tuple(self._parts(catalog, run_id, lambda _: Origin.REMOTE)),
                     parts_here=tuple(_snapshot_parts(catalog, run_id)),
                 )
             )
-        unknown = [one for one in self._problems(catalog, None, {}, loose=False) if one.save is None]
+        metas = [meta for disk in self._disks for meta in disk.catalog.metas() if _is_snapshot(meta)]
+        here = {f"{catalog.place}/{top}" for meta in metas for top in top_names(meta.artifacts)}
+        unknown = [
+            one
+            for one in self._problems(catalog, None, {}, loose=False)
+            if one.save is None and one.name not in here  # else it is the unfinished copy of what a disk has
+        ]
         if unknown:
             rows.append(Row(catalog.place, "persistent", problems=tuple(unknown)))
         return rows
@@ -419,7 +425,11 @@ class _Rows:
         if meta.save_id in kept.saves:
             return meta
         places = [kept, *(disk.catalog for disk in self._disks)]
-        found = [place.whole_ranks(one) for place in places for one in place.metas() if one.save_id == meta.save_id]
+        metas = [(place, one) for place in places for one in place.metas() if one.save_id == meta.save_id]
+        name = top_names(
+            meta.artifacts
+        )  # ranks that found no agreed name may have chosen two: then none is copied back
+        found = [place.whole_ranks(one) for place, one in metas if top_names(one.artifacts) == name]
         with contextlib.suppress(BrokenMeta):
             return _merged(found)
         return None

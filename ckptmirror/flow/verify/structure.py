@@ -30,6 +30,7 @@ from ckptmirror.flow.places.resolve import by_run
 from ckptmirror.flow.places.select import attempts_of, lineage_of
 from ckptmirror.flow.places.uncommitted import uncommitted_saves
 from ckptmirror.flow.save.emergency_files import is_emergency
+from ckptmirror.flow.save.persistent_dir import lost_snapshots
 from ckptmirror.local.listing import Listing
 from ckptmirror.stores.base import ObjectInfo
 
@@ -149,9 +150,10 @@ def look_at_root(root: Path, step: int | None, notes: MutableSequence[str]) -> l
     if not root.is_dir():
         raise CheckpointNotFound(f"{root} is not a directory.", hint="Give the directory that the trainer saves to.")
     found = local_catalog(root)
-    catalog = found.with_parts()
+    lost = lost_snapshots(root, found)
+    catalog = found.with_parts(besides=lost)
     _note_strays(catalog, step, notes)
-    parts = [meta for meta in found.parts.values() if step in (None, meta.step)]
+    parts = [meta for save_id, meta in found.parts.items() if step in (None, meta.step) and save_id not in lost]
     notes += [f"of the emergency snapshot of step {one.step}, {part_word(one)}" for one in parts if is_emergency(one)]
     steps = ", ".join(str(at) for at in sorted({meta.step for meta in parts if not is_emergency(meta)}))
     if steps:

@@ -247,6 +247,11 @@ def test_a_part_of_a_snapshot_is_given_up_only_if_the_persistent_directory_canno
     assert given_up(replace(where, problems=(own,), parts_here=((digits, 0),)))  # a copy of what the disk has
     assert not given_up(replace(where, problems=(own,), parts_here=((digits, 1),)))
     assert not given_up(replace(where, copies=(Copy(snapshot, Origin.REMOTE),)))
+    lacking, damaged = one_disk([disk(), disk()]), one_disk([disk(part(snapshot, 0, kinds=(), why="cut")), disk()])
+    whole = one_disk([disk(part(snapshot, 0, kinds=(), why="cut")), disk(part(snapshot, 1, kinds=("emergency",)))])
+    alone = replace(where, parts=(part(snapshot, 1, kinds=("emergency",)),), parts_here=((digits, 1),))
+    for disks, is_lost in ((lacking, True), (damaged, False), (whole, False)):  # a full disk sent a part there alone
+        assert (never_whole(Evidence((disks, *mirrors(ONE), alone), HERE)) == [snapshot]) == is_lost
     for step in (None, 200):  # it cannot be listed, or a meta in it cannot be read
         unread = Problem("/nfs/kept", "it cannot be listed", step, kinds=("emergency",), hindrance="unreadable")
         assert not given_up(replace(where, problems=(unread,)))
