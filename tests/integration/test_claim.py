@@ -232,6 +232,61 @@ def test_an_attempt_asks_anew_before_its_first_commit_what_a_drain_elsewhere_has
         heir.confirm(mirror, make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id))
 
 
+def test_a_drain_lists_the_attempt_of_a_save_when_the_save_is_whole_and_not_for_a_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part commits nothing, but what listed it fenced a newer attempt, which was training, for nothing."""
+    mirror = opened(memory_url())
+    root, gone = tmp_path / "root", tmp_path / "gone"
+    left_on(gone, mirror)
+    unlisted = claim_run(gone, Mirror(mirror.url, True, down(mirror.store)))
+    left = make_save(gone, 300, ("model",), unlisted.attempt, 1, run_id=unlisted.run_id)
+    heir = claim_run(root, mirror)
+    caplog.clear()
+    drain = drain_confirmation(gone, mirror)
+    drain(mirror, left, is_part=True)
+    heir.confirm(mirror)
+    assert caplog.records == []
+    assert unlisted.attempt.id not in listed_on(mirror)
+    drain(mirror, left)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"lists attempt 1 ({heir.attempt.id[:8]}), which began from step 100" in said
+    assert unlisted.attempt.id in listed_on(mirror)
+    with pytest.raises(AttemptFenced) as fenced:
+        heir.confirm(mirror)
+    assert fenced.value.message == (
+        f"Attempt 1 ({unlisted.attempt.id[:8]}) of this run, of which this one did not know, is listed on "
+        f"{mirror.url}. This is attempt 1 ({heir.attempt.id[:8]})."
+    )
+
+
+def test_an_attempt_that_completes_a_save_of_an_earlier_one_lists_that_one(tmp_path: Path) -> None:
+    """Else the mirror would have a stranger's save, if nobody but drains of its parts had been there."""
+    one, other = mirrors = opened(memory_url()), opened(memory_url())
+    root = tmp_path / "root"
+    older = claim_run(root, *mirrors)
+    first = make_save(root, 100, ("model",), older.attempt, 1, run_id=older.run_id)
+    for mirror in mirrors:
+        put_on_mirror(mirror.store, root, first)
+    unlisted = claim_run(root, *(Mirror(mirror.url, True, down(mirror.store)) for mirror in mirrors))
+    left = make_save(tmp_path / "gone", 200, ("model",), unlisted.attempt, 1, run_id=unlisted.run_id)
+    heir = claim_run(root, *mirrors)
+    assert heir.attempt.parent == first.ref
+    put_attempts(one.store, [older.attempt, unlisted.attempt, heir.attempt], run_id=heir.run_id)
+    put_on_mirror(one.store, tmp_path / "gone", left)
+    heir.confirm(other, left, is_part=True)
+    assert listed_on(other) == {older.attempt.id, heir.attempt.id}
+    heir.confirm(other, left)
+    assert listed_on(other) == {older.attempt.id, unlisted.attempt.id, heir.attempt.id}
+    heir.confirm(other)
+
+
+def listed_on(mirror: Mirror) -> set[str]:
+    there, _ = read_mirror_attempts(mirror)
+    assert there is not None
+    return {one.id for one in there.attempts}
+
+
 def test_an_attempt_whose_first_commit_was_allowed_and_failed_asks_anew_before_it_tries_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

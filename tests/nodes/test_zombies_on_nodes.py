@@ -17,7 +17,7 @@ from tests.nodes.campaign.world import FileMirror, World
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-STARTED = "has started and is listed"
+STARTED = "is listed on"
 
 
 @pytest.fixture

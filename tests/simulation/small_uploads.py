@@ -4,6 +4,7 @@ Rules:
 * A node asks ``core.start`` before it commits, by evidence of its own disk and of the mirrors that answer. To send its
   part of a save of its own attempt it only asks the mirror's list.
 * Parts become a save by ``core.meta_merging``.
+* Whoever commits a whole save has put its attempt on the mirror's list. For a part a drain lists nothing.
 * A step says what was wrong about it.
 """
 
@@ -56,6 +57,7 @@ class Uploads:
         self._listed = kept(self._write_mirror_list)
         self._may_commit = kept(lambda sight, attempt: rules.may_commit(self._evidence(sight), attempt))
         self._may_drain = kept(lambda sight, url, save: rules.may_drain(self._evidence(sight), url, save))
+        self._is_left = kept(lambda sight, url, one, save: rules.left_behind(self._evidence(sight), url, one, save))
         self._drained = kept(self._list_for_drain)
         self._standing = kept(standing_saves)
         self._attempts: dict[Attempt, Attempt] = {}
@@ -103,7 +105,10 @@ class Uploads:
         return wanted[part.shares[0]] in there and not there.issuperset(wanted)
 
     def _verdict(self, state: State, actor: Actor, node: int, index: int, save: SaveFacts) -> str:
-        """An attempt asks before its first commit on a mirror; what earlier ones left it uploads as a drain does."""
+        """An attempt asks before its first commit on a mirror.
+
+        What earlier ones left it uploads as a drain does, but nothing that would fence the attempt itself.
+        """
         sight = self._sight(state, (node,))._replace(root=actor.root or state.disks[node].root)
         if save.attempt == actor.attempt:
             if save.attempt in state.disks[node].uploaded and any(
@@ -111,13 +116,15 @@ class Uploads:
             ):
                 return "commit"
             return self._may_commit(sight, save.attempt).may
+        if not _is_drain(actor) and self._is_left(sight, URLS[index], actor.attempt, save):
+            return "behind"
         return self._may_drain(sight, URLS[index], save).may
 
     def _granted(self, state: State, actor: Actor, node: int, index: int, save: SaveFacts) -> Step:
         where = f" of node {node}" if part_of(state.disks[node], save) is not None else ""
         what = f"{actor.attempt} uploads {save.save_id}{where} to {URLS[index]}"
         asked = actor._replace(phase="commits", commit=(node, index, save))
-        after = with_actor(state, asked)
+        after = with_actor(self._lists_what_it_commits(state, actor, node, index, save), asked)
         if not self.world.commits_at_once:
             return Step(f"{what}, pauses", after)
         (done,) = self._commits(after, asked)
@@ -128,14 +135,17 @@ class Uploads:
         node, index, save = actor.commit
         if index not in self._answering(state):
             return
-        mirror, wrong = self._with_upload(state.disks[node], state.mirrors[index], save)
-        after = without(state, actor)._replace(mirrors=put_at(state.mirrors, index, mirror))
+        listed = self._lists_what_it_commits(state, actor, node, index, save)
+        mirror, wrong = self._with_upload(listed.disks[node], listed.mirrors[index], save)
+        after = without(listed, actor)._replace(mirrors=put_at(state.mirrors, index, mirror))
         if save in mirror.saves:
             disk = after.disks[node]
             after = put_disk(after, node, disk._replace(uploaded=disk.uploaded | {save.attempt}))
             if any(save.save_id in one.skipped for one in after.disks):
                 wrong = "a save that was given up is committed"
-        if not actor.attempt.startswith("drain"):
+            if save.attempt not in ids_of(mirror.listed):
+                wrong = "a save is committed whose attempt the mirror does not list"
+        if not _is_drain(actor):
             after = with_actor(after, actor._replace(phase="runs", commit=None))
         lost = self._lost(state, after)
         if not self.world.commits_at_once and self._verdict(state, actor, node, index, save) != "commit":
@@ -211,9 +221,22 @@ class Uploads:
                 continue
             root = seen_by_its_job(self._evidence(sight), save.attempt, sight.disk.jobs).root
             if self._may_drain(sight._replace(root=root), URLS[index], save).may == "commit":
-                after = state._replace(mirrors=put_at(state.mirrors, index, self._drained(sight, index, save)))
-                return after, Actor(f"drain {host}", (host,), "runs"), host, index, save
+                drain = Actor(f"drain {host}", (host,), "runs")
+                return self._lists_what_it_commits(state, drain, host, index, save), drain, host, index, save
         return None
+
+    def _lists_what_it_commits(self, state: State, actor: Actor, node: int, index: int, save: SaveFacts) -> State:
+        """The state after the attempt of a save that is about to be whole on a mirror is on the list there."""
+        disk, mirror = state.disks[node], state.mirrors[index]
+        if mirror.run is not None and save not in self._with_upload(disk, mirror, save)[0].saves:
+            return state
+        if _is_drain(actor):
+            return state._replace(
+                mirrors=put_at(state.mirrors, index, self._drained(self._sight(state, (node,)), index, save))
+            )
+        if save.attempt in ids_of(mirror.listed):
+            return state
+        return self._told(state, disk, actor, index, save.attempt)
 
     def _list_for_drain(self, sight: Sight, index: int, save: SaveFacts) -> Mirror:
         mirror, disk = sight.mirrors[index], sight.disk
@@ -223,19 +246,19 @@ class Uploads:
         told = rules.drained_list(self._evidence(sight), URLS[index], made_by, disk.run, list_of(mirror))
         return mirror._replace(run=told.run_id, listed=self._one_of_each(told.attempts), requirements=told.requirements)
 
-    def _told(self, state: State, disk: Disk, actor: Actor, index: int) -> State:
-        """The state after an attempt has put itself on a mirror's list."""
-        told = self._listed(disk, actor, state.mirrors[index])
+    def _told(self, state: State, disk: Disk, actor: Actor, index: int, earlier: str = "") -> State:
+        """The state after an attempt has put itself on a mirror's list, and an earlier one whose save it completes."""
+        told = self._listed(disk, actor, state.mirrors[index], earlier)
         after = state._replace(mirrors=put_at(state.mirrors, index, told))
         is_back = state.removed and URLS[index] == "B" and "A" in state.configured
         return after._replace(removed=None) if is_back else after
 
-    def _write_mirror_list(self, disk: Disk, actor: Actor, mirror: Mirror) -> Mirror:
+    def _write_mirror_list(self, disk: Disk, actor: Actor, mirror: Mirror, earlier: str) -> Mirror:
         assert disk.run is not None
         entry = next(one for one in disk.listed if one.id == actor.attempt)
         root_list = AttemptList(disk.run, tuple(in_order(disk.listed)), disk.requirements)
         claim = rules.Claim(entry, root_list, known=actor.known, for_mirrors=actor.for_mirrors, needs=actor.needs)
-        told = rules.mirror_list(claim, list_of(mirror))
+        told = rules.mirror_list(rules.with_earlier(claim, earlier), list_of(mirror))
         return mirror._replace(run=told.run_id, listed=self._one_of_each(told.attempts), requirements=told.requirements)
 
     # -- saves and uploads
@@ -264,6 +287,10 @@ class Uploads:
     def _one_of_each(self, attempts: Iterable[Attempt]) -> frozenset[Attempt]:
         """Equal attempts as one object, which makes states quick to compare."""
         return frozenset(self._attempts.setdefault(one, one) for one in attempts)
+
+
+def _is_drain(actor: Actor) -> bool:
+    return actor.attempt.startswith("drain")
 
 
 def root_of(disk: Disk, attempt: str, host: int) -> str:

@@ -54,6 +54,7 @@ __all__ = [
     "mirror_list",
     "overtaken_by",
     "rival_of",
+    "with_earlier",
 ]
 
 _REBUILT = (ListFound.LOST, ListFound.NONE, ListFound.BROKEN)
@@ -295,6 +296,26 @@ def claim_from(
     )
 
 
+def with_earlier(claim: Claim, attempt: str) -> Claim:
+    """Return the claim with an earlier attempt, and those that it came from, among those that mirrors should list.
+
+    A running attempt that completes a save of an earlier one lists that one by this, as a drain does: a save whose
+    attempt no list names would be a stranger's. What this root does not know stays a stranger's.
+    """
+    known = {one.id: one for one in claim.root_list.attempts}
+    return replace(claim, for_mirrors=claim.for_mirrors | _way_of(known, attempt))
+
+
+def _way_of(known: Mapping[str, Attempt], attempt: str) -> set[str]:
+    """Return the ids of a known attempt and of those that it came from."""
+    way: set[str] = set()
+    at = known.get(attempt)
+    while at is not None and at.id not in way:  # strangers may form a circle
+        way.add(at.id)
+        at = known.get(at.parent.attempt) if at.parent is not None else None
+    return way
+
+
 def mirror_list(claim: Claim, there: AttemptList | None) -> AttemptList:
     """Return the list that a mirror should hold after the claim."""
     listed = tuple(one for one in claim.root_list.attempts if one.id in claim.for_mirrors)
@@ -422,7 +443,8 @@ def is_settled(evidence: Evidence) -> bool:
 def overtaken_by(evidence: Evidence, mirror: str, save: SaveFacts) -> Attempt | None:
     """Return the newest attempt that a mirror lists, if it has no save on any yet and this one would fence it.
 
-    It may be training at this moment, or have died soon after its claim: no list tells.
+    It may be training at this moment, or have died soon after its claim: no list tells. One that is not newer than the
+    save's attempt, and of another root, will not know that one when it finds it listed.
 
     Raises:
         LineageError: The lists contradict one another.
@@ -433,6 +455,9 @@ def overtaken_by(evidence: Evidence, mirror: str, save: SaveFacts) -> Attempt | 
     newest = max((counted.known[one] for one in listed), key=_age, default=None)
     if newest is None or newest.id in {save.attempt, *counted.counting}:
         return None
+    made_by = counted.known.get(save.attempt)
+    if made_by is not None and _age(made_by) > _age(newest):
+        return newest if newest.root != made_by.root and newest.id not in _way_of(counted.known, made_by.id) else None
     return newest if left_behind(evidence, mirror, newest.id, save) else None
 
 

@@ -10,6 +10,8 @@ Rules:
 * A mirror that did not answer is claimed later, before anything is sent to it.
 * An attempt's first commit on a mirror asks all mirrors. So does each commit of an earlier attempt's save, and each
   commit of a drain, which is not an attempt. They ask anew unless nothing can have changed since.
+* Whoever commits a whole save lists its attempt on that mirror first. A node's part commits nothing, so that for a part
+  a drain lists nothing, except where the list is lost: an attempt that is training would be fenced for nothing.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from ckptmirror.core.start.attempts import (
     may_drain,
     mirror_list,
     overtaken_by,
+    with_earlier,
 )
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.core.start.disks import seen_by_its_job
@@ -280,6 +283,8 @@ class RunClaim:
                 return
             if meta.attempt.id != self.attempt.id:
                 self._places.check_earlier(mirror, self.attempt.id, meta)
+                if not is_part and meta.attempt.id not in self._claim.for_mirrors:
+                    self._enter(mirror, None, earlier=meta.attempt.id)
                 return
             if is_part or mirror.url in self._may_commit:
                 return
@@ -296,8 +301,15 @@ class RunClaim:
         self.fenced = f"{why} This is attempt {self.attempt.number} ({self.attempt.id[:8]})."
         return AttemptFenced(self.fenced)
 
-    def _enter(self, mirror: Mirror, changed: type[StartOver] | None) -> None:
-        """Add the attempt to the mirror's list, after checking that the list names no unknown attempt."""
+    def _enter(self, mirror: Mirror, changed: type[StartOver] | None, *, earlier: str = "") -> None:
+        """Add the attempt to the mirror's list, after checking that the list names no unknown attempt.
+
+        Args:
+            mirror: Whose list.
+            changed: What a start raises if the list names an unknown attempt; None: this attempt is fenced.
+            earlier: The id of an earlier attempt to add as well.
+        """
+        claim = with_earlier(self._claim, earlier) if earlier else self._claim
         for _ in range(_RACES_LIMIT):
             there, generation = read_mirror_attempts(mirror, mend=changed is not None)
             list_there = there if there is not None else rebuild_attempts([mirror])
@@ -314,15 +326,16 @@ class RunClaim:
             ]
             if unknown:
                 newest = max(unknown, key=lambda attempt: (attempt.number, attempt.id))
-                why = (
-                    f"Attempt {newest.number} ({newest.id[:8]}) of this run has started and is listed on {mirror.url}."
-                )
+                who, where = f"Attempt {newest.number} ({newest.id[:8]})", mirror.url
+                why = f"{who} of this run has started and is listed on {where}."
+                if changed is None and newest.number <= self.attempt.number:  # or a drain has listed it
+                    why = f"{who} of this run, of which this one did not know, is listed on {where}."
                 if changed is not None:
                     raise changed(why)
                 note_met(self.root, self.run_id, unknown)
                 raise self._fence(why)
             try:
-                wanted = mirror_list(self._claim, there)
+                wanted = mirror_list(claim, there)
             except LineageError as error:
                 raise ConfigError(f"{mirror.url}: {error}", hint="Give each run a mirror prefix of its own.") from error
             if there is not None and attempts_to_bytes(there) == attempts_to_bytes(wanted):
@@ -390,7 +403,7 @@ class DrainConfirmation:
         self._told: set[tuple[str, str]] = set()
 
     def __call__(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:
-        """Check that a save, or a node's part of it, may be published, and add its attempt to the mirror's list.
+        """Check that a save, or a node's part of it, may be published; add a whole save's attempt to the mirror's list.
 
         Raises:
             StoreTemporary: The mirror does not answer, or the commit must wait for a silent mirror.
@@ -404,6 +417,8 @@ class DrainConfirmation:
         jobs = read_root_id(self._root).jobs
         seen = replace(seen, evidence=seen_by_its_job(seen.evidence, meta.attempt.id, jobs))
         self._places.check_drained(mirror, meta, seen)
+        if is_part and there is not None:
+            return
         if not is_part:
             self._tell_of_an_overtaken_attempt(mirror, meta, seen)
         wanted = drained_list(seen.evidence, mirror.url, meta.attempt, meta.run_id, there)

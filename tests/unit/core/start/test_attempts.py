@@ -17,6 +17,7 @@ from ckptmirror.core.start.attempts import (
     mirror_list,
     overtaken_by,
     rival_of,
+    with_earlier,
 )
 from ckptmirror.core.start.evidence import DISK, Heard, ListFound, Origin, Part, Row, Voice
 from ckptmirror.core.start.lineage import SaveFacts
@@ -119,6 +120,16 @@ def test_a_drain_finishes_what_an_attempt_that_has_only_claimed_left_behind_and_
     assert overtaken_by(evidence(here, *both((A, B, later), (A1,))), "gs://a", A2) is None  # B is fenced already
 
 
+def test_a_drain_overtakes_an_attempt_of_another_root_that_its_own_did_not_know() -> None:
+    one, other = (Attempt(name, 1, ref(A1), root=root) for name, root in (("B", HERE), ("C", ELSEWHERE)))
+    there = both((A, one), (A1,))
+    assert overtaken_by(evidence(place(DISK, (A, other), ()), *there), "gs://a", save("c1", 200)) == one
+    own = replace(other, root=HERE)  # then B is dead: a root has one attempt at a time
+    assert overtaken_by(evidence(place(DISK, (A, own), ()), *there), "gs://a", save("c1", 200)) is None
+    after = replace(other, number=2, parent=ref(B1))
+    assert overtaken_by(evidence(place(DISK, (A, one, after), ()), *there), "gs://a", save("c1", 200)) is None
+
+
 def test_a_listed_attempt_that_does_not_count_yet_may_begin_to_at_any_time() -> None:
     assert is_settled(evidence(place(DISK, (A,)), *both((A,), (A1,))))
     assert not is_settled(evidence(place(DISK, (A,)), *both((A, B), (A1,))))
@@ -186,6 +197,17 @@ def test_a_claim_does_not_tell_of_a_persons_attempt_that_is_not_on_every_mirror(
     seen = evidence(place(DISK), place("gs://a", (A, BACK_TO_A1), (A1, A2)), place("gs://b", (A,), (A1, A2)))
     claim = claim_from(seen, Attempt("D", 0, ref(A2)), "run", needs_all=True)
     assert [one.id for one in mirror_list(claim, None).attempts] == ["A", "D"]
+
+
+def test_a_claim_tells_of_an_earlier_attempt_and_of_those_that_it_came_from_once_it_completes_a_save_of_it() -> None:
+    apart = Attempt("X", 1, None)
+    from_apart = Attempt("Y", 2, ref(save("x1", 150)))
+    seen = evidence(place(DISK, (A, apart, from_apart), (A1,)), *both((A,), (A1,)))
+    claim = claim_from(seen, Attempt("D", 0, ref(A1)), "run", needs_all=True)
+    assert [one.id for one in mirror_list(claim, None).attempts] == ["A", "D"]
+    told = with_earlier(claim, "Y")
+    assert [one.id for one in mirror_list(told, None).attempts] == ["A", "X", "Y", "D"]
+    assert with_earlier(claim, "stranger") == claim
 
 
 # -- the first commit while a mirror is silent ------------------------------------------------------------------
