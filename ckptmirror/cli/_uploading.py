@@ -12,7 +12,7 @@ from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 from ckptmirror.core.printable import printable_line
-from ckptmirror.core.uncommitted import is_behind_text
+from ckptmirror.core.uncommitted import is_behind_text, is_superseded_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"{at.files_done} of {at.files_total} files verified ({size(at.bytes_done)} of {size(at.bytes_total)})")
     for line in _grouped(report.failed):
         print(f"failed: {printable_line(line)}", file=sys.stderr)
-    if report.failed:
+    if not all(map(is_superseded_text, report.failed)):  # such a line says itself what can be done
         print("Fix what failed; then run the same command again.", file=sys.stderr)
     for url, count in report.left.items():
         print(f"Left for {url}, which is no longer a mirror of {root}: {_files(count)}.", file=sys.stderr)

@@ -25,12 +25,15 @@ __all__ = [
     "Uncommitted",
     "damaged_part_text",
     "is_behind_text",
+    "is_superseded_text",
     "node_behind_text",
     "parts_there",
+    "superseded_text",
     "uncommitted_save",
 ]
 
 _NAMED = 8  # as many nodes are named
+_SUPERSEDED = "is superseded, and is not committed on"
 ROLES = tuple(sorted(PARTS_OF_SAVES - {"part"}))
 """What the names of a save's objects begin with."""
 
@@ -57,6 +60,16 @@ def _behind(part: str) -> str:
 def is_behind_text(reason: str | None) -> bool:
     """Whether such a part alone is waited for, by the reason that the table has, or that rotation gives."""
     return reason is not None and _BEHIND.search(reason) is not None
+
+
+def superseded_text(step: int, url: str, why: str) -> str:
+    """Say that a save is not committed on a mirror, since the run went on without it."""
+    return f"Step {step} {_SUPERSEDED} {url}: {why}."
+
+
+def is_superseded_text(reason: str) -> bool:
+    """Whether a save is not committed for that reason alone: nothing is to be mended."""
+    return _SUPERSEDED in reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror.cli._uploading import print_report
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import AttemptFenced, NodeBehind, NotAuthorised, StoreTemporary, Temporary
+from ckptmirror.core.errors import AttemptFenced, NodeBehind, NotAuthorised, StorePermanent, StoreTemporary, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.decide import Wish
+from ckptmirror.flow.drain import Drained, DrainReport
 from ckptmirror.flow.places.attempt_lists import read_local_attempts, read_mirror_attempts
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
@@ -258,6 +260,27 @@ def test_a_drain_lists_the_attempt_of_a_save_when_the_save_is_whole_and_not_for_
         f"Attempt 1 ({unlisted.attempt.id[:8]}) of this run, of which this one did not know, is listed on "
         f"{mirror.url}. This is attempt 1 ({heir.attempt.id[:8]})."
     )
+
+
+def test_a_drain_of_a_save_without_which_the_run_went_on_says_what_can_be_done_and_not_to_mend_anything(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mirror = opened(memory_url())
+    root, gone = tmp_path / "root", tmp_path / "gone"
+    _, left = left_on(gone, mirror)
+    heir = claim_run(root, mirror)
+    mine = make_save(root, 150, ("model",), heir.attempt, 1, run_id=heir.run_id)
+    put_on_mirror(mirror.store, gone, left)
+    with pytest.raises(StorePermanent, match="is superseded, and is not committed on") as refused:
+        drain_confirmation(root, mirror)(mirror, mine)
+    assert f"`ckptmirror rewind --root {root} --save {mine.save_id[:8]}`" in refused.value.message
+    failed = f"{mirror.url}: meta_000150.json: {refused.value.message}"
+    for others in ((), (f"{mirror.url}: model_000200.pt: HTTP 403",)):
+        report = DrainReport(Drained(1, 2, 1, 2), pending=0, failed=(failed, *others))
+        assert print_report(root, report, as_json=False) == 8
+        said = capsys.readouterr().err
+        assert refused.value.message in said
+        assert ("Fix what failed" in said) == bool(others)
 
 
 def test_an_attempt_that_completes_a_save_of_an_earlier_one_lists_that_one(tmp_path: Path) -> None:

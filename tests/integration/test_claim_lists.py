@@ -351,7 +351,7 @@ def test_a_drain_does_not_commit_what_the_run_continued_without(tmp_path: Path) 
     put_attempts(root, [FIRST_ATTEMPT, apart, newest.attempt])
     with pytest.raises(StorePermanent, match="superseded") as refused:
         drain_confirmation(root, mirror)(mirror, newest)
-    assert f"--save {newest.save_id[:8]}`" in refused.value.hint
+    assert f"--save {newest.save_id[:8]}`" in refused.value.message
 
 
 def test_a_running_attempt_meets_what_a_mirrors_lost_list_knew(tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ from ckptmirror.core.start.attempts import (
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.core.start.disks import seen_by_its_job
 from ckptmirror.core.start.explain import with_root, with_what
+from ckptmirror.core.uncommitted import superseded_text
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
@@ -135,13 +136,9 @@ class _Places:
         if verdict.may == "wait":
             raise waiting(verdict, self._root)
         if verdict.may == "fenced":
-            raise StorePermanent(
-                f"Step {meta.step} is superseded, and is not committed on {mirror.url}: {verdict.why}.",
-                hint=with_root(
-                    f"Continue from it {with_what(meta.save_id)}; or leave it here.",
-                    str(self._root),
-                ),
-            )
+            way = with_root(f"Leave it here, or continue from it {with_what(meta.save_id)}.", str(self._root))
+            why = superseded_text(meta.step, mirror.url, verdict.why)
+            raise StorePermanent(f"{why} {way}", hint="There is nothing to mend.")  # a record keeps only the message
 
 
 def _list_of(mirror: Mirror) -> int | str:
