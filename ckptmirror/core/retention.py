@@ -274,8 +274,8 @@ def plan_rotation(
             plan.successors[save.save_id] = successor.save_id
         elif save.kinds == ("emergency",):
             plan.refuse[save.save_id] = _why_snapshot_stays(save, abandoned)
-        elif save.skipped and save.save_id not in abandoned:
-            plan.delete[save.save_id] = f"{not_wanted}; it was left out on the mirrors by policy"
+        elif save.skipped and (save.standing == "current" or save.save_id not in abandoned):
+            plan.delete[save.save_id] = f"{not_wanted}; it was left out on the mirrors"
         elif save.save_id in abandoned and save.standing == "superseded" and successor_is_safe:
             plan.delete[save.save_id] = (
                 "it is abandoned: superseded, whole nowhere, and a newer save is on every mirror"

@@ -95,7 +95,7 @@ class PartsThere:
     def problem(self) -> Problem:
         """What is wrong, for a listing."""
         there = f"{self.nodes} nodes saved it, and it waits for {self.awaited}"
-        all_there = "`ckptmirror drain` on any of them does it, or says why not"
+        all_there = "`ckptmirror drain` on any of them that still has it does it, or says why not"
         sends = "`ckptmirror drain` there finishes it, or `ckptmirror push` there if it does not use this mirror"
         drains = sends if self.absent(1) else all_there
         return Problem(f"{there}: {drains}", self.step)

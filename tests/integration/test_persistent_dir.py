@@ -35,7 +35,7 @@ from ckptmirror.flow.save.persistent_dir import snapshots_in
 from ckptmirror.flow.start import bring as bringing
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
-from ckptmirror.local import files
+from ckptmirror.local import files, trash
 from ckptmirror.local.inventory import read_inventory
 from tests.kit.cli import run as cli
 from tests.kit.faults import DiskFault, failing, flip_bit, of_a_later_version
@@ -174,6 +174,26 @@ def test_a_persistent_directory_that_cannot_be_listed_stops_no_rotation(place: P
         manager.save(6, state).wait("mirrored")
         manager.rotate(30.0)
         assert [save.meta.step for save in read_inventory(place.root).saves] == [6]
+
+
+def test_a_snapshot_of_which_the_rest_came_back_after_the_start_stays(tmp_path: Path) -> None:
+    """The start found a part, since the mount was late; a person may still continue from the whole."""
+    saved_run(tmp_path / "root", (3,))
+    run_ranks(2, leave_snapshot, str(tmp_path), (), "")
+    root, kept, away = (tmp_path / name for name in ("root", "kept", "away"))
+    for gone in root.glob("emergency_*/*rank1*"):
+        gone.unlink()
+    kept.rename(away)
+    kept.mkdir()
+    with running(root, f"file://{tmp_path}/mirror", retention=Retention(keep_last=1), persistent_dir=kept) as manager:
+        state = new_state()
+        assert manager.resume(state).step == 3  # type: ignore[union-attr]
+        for path in away.iterdir():
+            path.rename(kept / path.name)
+        manager.save(6, state).wait("mirrored")
+        refused = manager.rotate(30.0).refused  # type: ignore[union-attr]
+    assert any("now all are here" in why for why in refused.values())
+    assert (len(list(root.glob("emergency_*"))), len(list(kept.glob("emergency_*/meta_*")))) == (1, 2)
 
 
 def test_a_copy_is_not_rotated_through_a_link(place: Place, tmp_path: Path) -> None:
@@ -605,6 +625,28 @@ def test_a_rank_gets_back_its_meta_from_the_place_that_has_it_good(tmp_path: Pat
     assert (place.root / name / "meta_rank0.json").read_bytes() == good
     shutil.rmtree(place.kept)
     assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
+
+
+def test_what_came_of_a_damaged_copy_takes_no_room(place: Place) -> None:
+    saved_run(place.root, (3,), place.mirror)
+    directory, _ = place.snapshot(5, place.mirror)
+    flip_bit(place.kept / directory.name / "rank0.pt")
+    shutil.rmtree(directory)
+    with running(place.root, place.mirror, persistent_dir=place.kept) as manager:
+        info = manager.resume(new_state())
+        assert list(place.root.glob("emergency_*")) == []
+    assert info is not None
+    assert info.step == 3
+    assert not any("is whole and superseded" in line for line in info.passed_over)
+
+
+def test_a_rotation_finishes_what_a_kill_left_of_a_deletion_in_the_persistent_directory(place: Place) -> None:
+    directory, _ = place.snapshot(5, place.mirror)
+    trashed = trash.move_to_trash(place.kept, place.kept / directory.name)
+    with running(place.root, place.mirror, retention=Retention(keep_last=1), persistent_dir=place.kept) as manager:
+        manager.resume(new_state())
+        manager.rotate(30.0)
+    assert not trashed.exists()
 
 
 def test_parts_under_two_names_are_passed_over(tmp_path: Path) -> None:

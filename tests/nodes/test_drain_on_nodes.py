@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, stage_checkpoint_step
 from ckptmirror.cli._transfer_speed import Pace
 from ckptmirror.cli._uploading import showing
 from ckptmirror.core.errors import StoreTemporary
@@ -109,6 +109,23 @@ def test_drain_and_status_on_a_node_that_has_sent_its_part_name_the_node_that_th
     assert f"`ckptmirror drain --root {tmp_path}/b` sends them" in there
     assert all(one.is_verified for one in drain_both(tmp_path, "one"))
     assert run("status", root, "--exit-code").returncode == 0
+
+
+def test_a_drain_that_runs_while_the_whole_save_is_staged_in_the_place_of_a_part_says_that_another_sends_the_rest(
+    tmp_path: Path,
+) -> None:
+    run_ranks(2, leave_unsent, str(tmp_path), BOTH, "ab")
+    drain_both(tmp_path, "one")
+    root, staged = tmp_path / "a", []
+
+    def stage_once(at: Drained) -> None:
+        if any("node 1 of 2" in wait.reason for wait in at.seen.waits) and not staged:
+            staged.append(stage_checkpoint_step(f"file://{tmp_path}/one", dest=root, step=2, full=True))
+
+    (why,) = drain(root, only=[f"file://{tmp_path}/two"], timeout_s=WAIT_S, on_progress=stage_once).failed
+    assert "More of step 2 was staged" in why
+    assert drain(root, timeout_s=WAIT_S).is_verified
+    assert steps_on(tmp_path / "two") == {1, 2}
 
 
 def test_a_rotation_names_the_node_that_a_save_waits_for_and_no_command_that_does_nothing(tmp_path: Path) -> None:

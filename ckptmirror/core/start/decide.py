@@ -690,7 +690,9 @@ class _Start:
 
     def _note_what_is_aside(self, chosen: SaveFacts) -> None:
         strangers = self._counted.strangers
-        later = [save for save in self._counted.order.superseded if save.step > chosen.step and save not in strangers]
+        broken = {one.save_id for one in self._failed()}
+        aside = [one for one in self._counted.order.superseded if one not in strangers and one.save_id not in broken]
+        later = [save for save in aside if save.step > chosen.step]
         if later and self._wish.is_auto:
             last = later[-1].save_id
             steps = f"{len(later)} saves (steps {later[0].step} to {later[-1].step}) are"

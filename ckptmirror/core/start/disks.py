@@ -104,7 +104,7 @@ class Torn:
         behind: Those that no place has whole, and that an attempt leaves behind: once it has committed a save on every
             required mirror, nobody continues from these any more.
         cannot_be_on: Mirrors where one cannot become whole any more. A required mirror has it; these were added since,
-            or lost it.
+            or lost it. Or it is on the lineage, and these have a later save of that.
     """
 
     all: frozenset[str] = frozenset()
@@ -132,19 +132,29 @@ def torn(evidence: Evidence, attempt: Attempt) -> Torn:
     return Torn(
         frozenset(part.save.save_id for part in evidence.disk.parts) - whole,
         frozenset(one.save_id for one in nowhere if standing[one.save_id] == "superseded"),
-        _cannot_be_on(evidence),
+        _cannot_be_on(evidence, [*counted.saves, *nowhere], known.values(), counting),
     )
 
 
-def _cannot_be_on(evidence: Evidence) -> dict[str, tuple[str, ...]]:
+def _cannot_be_on(
+    evidence: Evidence, saves: Sequence[SaveFacts], known: Iterable[Attempt], counting: Collection[str]
+) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     rows = [row for row in evidence.mirrors() if row.answers]
-    for save_id, parts in _parts_alone(evidence).items():
+    alone = _parts_alone(evidence)
+    of_parts = [parts[0].save for save_id, parts in alone.items() if save_id not in {one.save_id for one in saves}]
+    standing = lineage(known, [*saves, *of_parts], counting).standing_by_save()
+    for save_id, parts in alone.items():
         has_it = [row for row in rows if any(copy.save.save_id == save_id for copy in row.copies)]
-        if any(row.required for row in has_it):
-            lacks = (row for row in rows if row not in has_it and _lacks_share(parts, row.parts_here))
-            found[save_id] = tuple(row.place for row in lacks)
-    return {save_id: places for save_id, places in found.items() if places}
+        is_current, step = standing[save_id] == "current", parts[0].save.step
+        later = {one.save_id for one in saves if is_current and one.step > step and standing[one.save_id] == "current"}
+        found[save_id] = tuple(
+            row.place
+            for row in rows
+            if row not in has_it and _lacks_share(parts, row.parts_here)
+            if any(one.required for one in has_it) or any(copy.save.save_id in later for copy in row.copies)
+        )
+    return {save_id: places for save_id, places in found.items() if places and not _is_snapshot(alone[save_id])}
 
 
 def _whole_nowhere(evidence: Evidence) -> list[SaveFacts]:

@@ -158,6 +158,8 @@ def rotate(
         if not dry_run:
             _finish(root, table, mirrors)
         copies = snapshots_in(persistent_dir) if persistent_dir is not None else {}
+        if persistent_dir is not None and snapshots and not dry_run:
+            _empty_trash_of(persistent_dir)
         statuses, metas = gather(root, table, mirrors, attempts, copies)
         plan = plan_rotation(statuses, retention, abandoned=abandoned)
         rotation = _Rotation(
@@ -267,9 +269,18 @@ class _Rotation:
             reason = _why_gone(self.table, self.mirrors, successor)
         if reason is None and is_emergency(meta) and not self.snapshots:
             reason = "only the running trainer deletes an emergency snapshot: a start may be reading it"
-        if reason is None and is_emergency(meta) and save_id in self.abandoned and self.root in self._homes(meta):
-            reason = why_perhaps_elsewhere(self.root, save_id, self.persistent_dir)
+        if reason is None and is_emergency(meta) and save_id in self.abandoned:
+            reason = self._why_not_abandoned(meta)
         return reason
+
+    def _why_not_abandoned(self, meta: Meta) -> str | None:
+        """Say why a snapshot of which a start found only a part may be whole after all."""
+        copy = self.copies.get(meta.save_id, meta)
+        if len({one.rank for one in (*meta.artifacts, *copy.artifacts)}) == meta.world_size:
+            return "it is an emergency snapshot of which parts were missing, and now all are here: is a mount back?"
+        if self.root in self._homes(meta):
+            return why_perhaps_elsewhere(self.root, meta.save_id, self.persistent_dir)
+        return None
 
     def _homes(self, meta: Meta) -> list[Path]:
         """Return the directories that hold a save: the root and, for a snapshot, also the persistent directory."""
@@ -317,6 +328,14 @@ class _Rotation:
             save_logger(_log, meta).error("step %d cannot be deleted: %s", meta.step, error)
             return f"it cannot be deleted: {error}"
         return None
+
+
+def _empty_trash_of(persistent_dir: Path) -> None:
+    """Finish a deletion there that a crash interrupted; if the directory fails, the next rotation tries again."""
+    try:
+        hang_guard(persistent_dir).call(lambda: empty_trash(persistent_dir))
+    except (CkptMirrorError, OSError) as error:
+        _log.debug("the trash of %s cannot be emptied: %s", persistent_dir, error)
 
 
 def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str | None:

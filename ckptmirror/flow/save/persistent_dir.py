@@ -328,8 +328,11 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         brought = replace(brought, artifacts=tuple(one for one in brought.artifacts if one.rank not in broken))
         for path in meta_paths(brought):
             files.write_bytes(temporary / Path(path).name, metas[path], save_id=meta.save_id)
-    except (IntegrityError, OSError) as error:
-        if isinstance(error, OSError) or is_not_readable_now(error.__cause__):
+    except (CkptMirrorError, OSError) as error:
+        with contextlib.suppress(CkptMirrorError, OSError):  # what came of it takes room
+            trash.move_to_trash(root, temporary)
+            empty_trash(root)
+        if isinstance(error, OSError) or (isinstance(error, IntegrityError) and is_not_readable_now(error.__cause__)):
             raise Temporary(
                 f"{directory / name} cannot be read now: {error}",
                 hint="Make it readable, or go back to an older save with policy=<step>.",

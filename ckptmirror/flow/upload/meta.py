@@ -191,12 +191,21 @@ class MetaUpload(Sending):
             raise Temporary(f"{mirror.url}: {changed[0]} ({len(changed)} in all): they are sent again before the meta.")
 
     def _mirror_meta(self, meta: Meta) -> Meta:
-        """Return the node's meta, with the object name of each artifact whose object name differs from its path."""
+        """Return the node's meta, with the object name of each artifact whose object name differs from its path.
+
+        Raises:
+            StorePermanent: The whole save was staged in the place of this node's part, and its files are not queued.
+        """
         objects = {
             r.path: r.object
             for r in self._context.table.records(save_id=meta.save_id, mirror=self._context.mirror.url)
             if r.role == "artifact"
         }
+        if any(artifact.path not in objects for artifact in meta.artifacts):
+            raise StorePermanent(
+                f"More of step {meta.step} was staged into {self._context.root} since its files were queued: another "
+                "`ckptmirror drain`, or the next start, queues the rest."
+            )
         artifacts = tuple(
             replace(a, object=objects[a.path] if objects[a.path] != a.path else None) for a in meta.artifacts
         )
@@ -216,7 +225,7 @@ class MetaUpload(Sending):
             NodeBehind: It is not there yet, and neither is the whole meta, which may outlive it.
             AttemptFenced: A newer attempt has started: the other node sends nothing more.
         """
-        awaited = self._context.awaited.get(meta.save_id)
+        awaited = self._context.awaited.get(meta.save_id) if not meta.is_whole else None
         if awaited and all(self._store.stat(name) is None for name in (awaited, *self._whole_names(meta))):
             self._context.confirm(self._context.mirror, None)
             raise self._behind(awaited)

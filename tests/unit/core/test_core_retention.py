@@ -211,6 +211,8 @@ def test_an_abandoned_save_goes_only_when_superseded_and_a_newer_one_is_safe() -
     assert list(plan_rotation([lost, unsafe], Retention(keep_last=1), abandoned={"s100"}).refuse) == ["s100"]
     current = replace(lost, standing="current")
     assert list(plan_rotation([current, status(200)], Retention(keep_last=1), abandoned={"s100"}).refuse) == ["s100"]
+    left_out = replace(current, skipped=True)  # its mirrors have this node's part
+    assert list(plan_rotation([left_out, status(200)], Retention(keep_last=1), abandoned={"s100"}).delete) == ["s100"]
 
 
 def test_an_emergency_snapshot_does_not_push_out_a_regular_step() -> None:

@@ -294,3 +294,15 @@ def test_a_mirror_that_was_added_later_does_not_wait_for_what_another_node_has_d
         ((replace(here, copies=(Copy(ONE, Origin.STAGED),)), first, added), {}),  # somebody staged the whole save
     ):
         assert torn(Evidence(rows, "now"), attempt).cannot_be_on == cannot
+
+
+def test_a_mirror_that_has_a_later_save_of_the_lineage_does_not_wait_for_what_no_disk_has() -> None:
+    here = one_disk([disk(part(ONE, 0)), disk()])
+    there = place(BOTH[0], [A], [TWO])
+    for mirror, parent, cannot in (
+        (there, TWO, {ONE.save_id: (BOTH[0],)}),
+        (replace(there, parts_here=((ONE.save_id[:8], 1),)), TWO, {}),
+        (there, ONE, {}),  # the run went back to it
+    ):
+        attempt = Attempt("next", 9, ref(parent), root="now")
+        assert torn(Evidence((here, mirror, place(BOTH[1], [A])), "now"), attempt).cannot_be_on == cannot
