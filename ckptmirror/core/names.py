@@ -45,6 +45,7 @@ __all__ = [
     "emergency_dir_name",
     "emergency_files",
     "emergency_meta_name",
+    "is_of_a_rank",
     "is_tmp_name",
     "parse_artifact_path",
     "parse_name",
