@@ -138,11 +138,10 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
         what = "there are saves that are not queued for upload yet; `ckptmirror drain` sends them"
         return DeadlinePassed, f"NOT SAFE: {what}"
     if status.emergency_step is not None:
-        is_apart = status.emergency_copy is not None and _is_apart(status.emergency_copy, status.root)
-        what = on_no_mirror(status.emergency_step, status.emergency_copy, status.emergency_here, status.emergency_whole)
-        return (
-            (None, f"safe: {what}") if is_apart and status.emergency_whole else (RefusedOnlyCopy, f"NOT SAFE: {what}")
-        )
+        copy, is_whole = status.emergency_copy, status.emergency_whole
+        what = on_no_mirror(status.emergency_step, copy, status.emergency_here, is_whole)
+        is_safe = copy is not None and is_whole and _is_apart(copy, status.root)
+        return (None, f"safe: {what}") if is_safe else (RefusedOnlyCopy, f"NOT SAFE: {what}")
     if not status.saves:
         none = "no save here is whole" if status.problems else "nothing is saved here yet"
         return None, f"{none}, and nothing waits for a mirror"

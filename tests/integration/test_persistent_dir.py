@@ -196,6 +196,26 @@ def test_a_snapshot_of_which_the_rest_came_back_after_the_start_stays(tmp_path: 
     assert (len(list(root.glob("emergency_*"))), len(list(kept.glob("emergency_*/meta_*")))) == (1, 2)
 
 
+def test_a_directory_that_holds_another_snapshot_too_is_not_deleted(place: Place) -> None:
+    """Two runs that share a directory may stop at the same step in the same second."""
+    saved_run(place.root, (3,), place.mirror)
+    directory, _ = place.snapshot(5, place.mirror)
+    path = place.kept / directory.name / "meta_rank0.json"
+    meta = meta_from_bytes(path.read_bytes())
+    (artifact,) = (one for one in meta.artifacts if one.path.endswith(".pt"))
+    foreign = replace(artifact, path=artifact.path.replace("rank0", "rank1"), rank=1)
+    of_another = replace(meta, save_id="f" * 32, run_id="e" * 32, world_size=2, artifacts=(foreign,))
+    path.with_name("meta_rank1.json").write_bytes(meta_to_bytes(of_another))
+    shutil.copy(place.kept / artifact.path, place.kept / foreign.path)
+    with running(place.root, place.mirror, retention=Retention(keep_last=1), persistent_dir=place.kept) as manager:
+        state = new_state()
+        manager.resume(state)
+        manager.save(6, state).wait("mirrored")
+        refused = manager.rotate(30.0).refused  # type: ignore[union-attr]
+    assert any("belongs to another snapshot" in why for why in refused.values())
+    assert (place.kept / foreign.path).exists()
+
+
 def test_a_copy_is_not_rotated_through_a_link(place: Place, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     place.snapshot(5, place.mirror)

@@ -12,7 +12,7 @@ from ckptmirror.flow.save.emergency_files import another_snapshot_in, is_emergen
 from ckptmirror.local.checksums import digest_file
 from ckptmirror.local.listing import Listing
 
-__all__ = ["why_not_ours", "why_unfinished_stays"]
+__all__ = ["stray_in", "why_not_ours"]
 
 
 def why_not_ours(root: Path, meta: Meta) -> str | None:
@@ -27,22 +27,19 @@ def why_not_ours(root: Path, meta: Meta) -> str | None:
             return f"{artifact.path} disappeared while it was checked"
         if changed_ns > min(filter(None, committed)) and not _holds(root, artifact):
             return f"{artifact.path} was changed after the save was committed"
-    return _stray_in(root, meta)
+    return stray_in(root, meta)
 
 
-def why_unfinished_stays(root: Path, meta: Meta) -> str | None:
-    """Say what of an unfinished copy of a snapshot does not belong to it; None if there is nothing else."""
-    return another_snapshot_in(root, meta) or _stray_in(root, meta)
-
-
-def _stray_in(root: Path, meta: Meta) -> str | None:
-    """Name a file in a save's directories that is not part of it.
+def stray_in(root: Path, meta: Meta) -> str | None:
+    """Name a file in a save's directories that is not part of it; None if there is none.
 
     Part of an emergency snapshot is also what a rank left that was killed before it wrote its meta.
     """
     tops = top_names(meta.artifacts)
     ours = {*meta_paths(meta), *(artifact.path for artifact in meta.artifacts)}
     if is_emergency(meta):
+        if (other := another_snapshot_in(root, meta)) is not None:
+            return other
         ours |= {f"{top}/{name}" for top in tops for name in Listing(root).names(top) if names.is_of_a_rank(name)}
     return stray_below(root, tops, ours)
 

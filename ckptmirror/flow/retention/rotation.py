@@ -51,7 +51,7 @@ from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.retention.durability import is_skipped, save_safety, why_not_safe, why_not_same
-from ckptmirror.flow.retention.ownership import why_not_ours, why_unfinished_stays
+from ckptmirror.flow.retention.ownership import stray_in, why_not_ours
 from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below
 from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.save.persistent_dir import names_in, snapshots_in, why_perhaps_elsewhere
@@ -297,7 +297,7 @@ class _Rotation:
         def look() -> str | None:
             if home != self.root and not any(Listing(home).is_dir(top) for top in top_names(meta.artifacts)):
                 return None  # another node has deleted it meanwhile
-            return why_not_ours(home, there) if there is not None else why_unfinished_stays(home, meta)
+            return why_not_ours(home, there) if there is not None else stray_in(home, meta)
 
         try:
             return self._at_home(home, look)

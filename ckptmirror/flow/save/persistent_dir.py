@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -189,10 +189,10 @@ def with_kept(root: Path, here: Catalog) -> Catalog:
     directory = _last_used(root)
     if directory is None or here.attempts is None:
         return here
-    run_id, lost = here.attempts.run_id, lost_snapshots(root, here)
-    found = snapshots_in(directory)
-    kept = {save_id: meta for save_id, meta in found.items() if meta.run_id == run_id and save_id not in lost}
-    more = {save_id: meta for save_id, meta in kept.items() if meta.is_whole or save_id not in here.saves}
+    run_id = here.attempts.run_id
+    kept = {save_id: meta for save_id, meta in snapshots_in(directory).items() if meta.run_id == run_id}
+    absent = kept.keys() - here.saves.keys() - _torn_alone(root, here, kept.values()).keys()
+    more = {save_id: meta for save_id, meta in kept.items() if meta.is_whole or save_id in absent}
     whole = {save_id: meta for save_id, meta in here.saves.items() if meta.is_whole}
     return replace(here, saves={**here.saves, **more, **whole})
 
@@ -202,18 +202,29 @@ def lost_snapshots(root: Path, here: Catalog) -> frozenset[str]:
 
     That is neither here nor in the last trainer's persistent directory. If that cannot be read, none is lost.
     """
-    directory, root_id = _last_used(root), read_root_id(root).id
-    kept = persistent_catalog(directory) if directory is not None else Catalog("", None, {})
+    torn, directory = _torn_alone(root, here, [*here.saves.values(), *here.parts.values()]), _last_used(root)
+    kept = persistent_catalog(directory) if torn and directory is not None else Catalog("", None, {})
     if any(problem.hindrance for problem in kept.problems.values()):
         return frozenset()
-    own = {one.id for one in (here.attempts.attempts if here.attempts is not None else ()) if one.root == root_id}
-    ranks: dict[str, set[int | None]] = {}
-    metas = {}
-    for meta in (*here.saves.values(), *here.parts.values(), *kept.saves.values(), *kept.parts.values()):
-        if is_emergency(meta) and meta.nodes == 1 and meta.attempt.id in own and root_id:
-            metas[meta.save_id] = meta
-            ranks.setdefault(meta.save_id, set()).update(one.rank for one in meta.artifacts)
-    return frozenset(one for one, meta in metas.items() if len(ranks[one]) < meta.world_size)
+    there = {**kept.saves, **kept.parts}
+
+    def is_lost(meta: Meta) -> bool:
+        ranks = {one.rank for one in (*meta.artifacts, *there.get(meta.save_id, meta).artifacts)}
+        return len(ranks) < meta.world_size
+
+    return frozenset(save_id for save_id, meta in torn.items() if is_lost(meta))
+
+
+def _torn_alone(root: Path, here: Catalog, metas: Iterable[Meta]) -> dict[str, Meta]:
+    """Return the snapshots among these that are not whole, and that this root's node took alone, by save id."""
+    root_id = read_root_id(root).id
+    attempts = here.attempts.attempts if here.attempts is not None and root_id else ()
+    own = {one.id for one in attempts if one.root == root_id}
+    return {
+        meta.save_id: meta
+        for meta in metas
+        if is_emergency(meta) and not meta.is_whole and meta.nodes == 1 and meta.attempt.id in own
+    }
 
 
 def why_perhaps_elsewhere(root: Path, save_id: str, persistent_dir: Path | None) -> str | None:

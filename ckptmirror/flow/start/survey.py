@@ -45,6 +45,7 @@ from ckptmirror.flow.places.attempt_lists import diverged_there, read_mirror_att
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON
+from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.local.daemon_pool import begin
 from ckptmirror.local.root_id import RootId
@@ -294,7 +295,7 @@ class _Rows:
                 problem.hindrance,
                 meta.world_size,
             )
-            if not _is_snapshot(meta) or kinds:
+            if not is_emergency(meta) or kinds:
                 yield whole
                 continue
             good = _shares_of(_whole_part(catalog, meta))[0]  # of each rank alone
@@ -409,7 +410,7 @@ class _Rows:
                     parts_here=tuple(_snapshot_parts(catalog, run_id)),
                 )
             )
-        metas = [meta for disk in self._disks for meta in disk.catalog.metas() if _is_snapshot(meta)]
+        metas = [meta for disk in self._disks for meta in disk.catalog.metas() if is_emergency(meta)]
         here = {f"{catalog.place}/{top}" for meta in metas for top in top_names(meta.artifacts)}
         unknown = [
             one
@@ -550,16 +551,12 @@ def _snapshot_parts(catalog: Catalog, run_id: str) -> Iterator[tuple[str, int]]:
 def _is_part(problem: FoundProblem, run_id: str | None) -> bool:
     """Whether it is a part of a save of this run: what one of several nodes wrote, or what is left of a snapshot."""
     meta = problem.meta
-    return meta is not None and meta.run_id == run_id and (_is_snapshot(meta) or not meta.is_whole)
-
-
-def _is_snapshot(meta: Meta) -> bool:
-    return meta.kinds == ("emergency",)
+    return meta is not None and meta.run_id == run_id and (is_emergency(meta) or not meta.is_whole)
 
 
 def _whole_part(catalog: Catalog, meta: Meta) -> Meta:
     """Return what is whole of a part: of a snapshot, that of each rank is a part of its own."""
-    return catalog.whole_ranks(meta) if _is_snapshot(meta) else meta
+    return catalog.whole_ranks(meta) if is_emergency(meta) else meta
 
 
 def _merged(parts: Sequence[Meta]) -> Meta | None:
@@ -572,12 +569,12 @@ def _merged(parts: Sequence[Meta]) -> Meta | None:
     of_shares = {_shares_of(meta)[0]: meta for meta in parts}
     if len({share for shares in of_shares for share in shares}) < _shares_of(parts[0])[1]:
         return None
-    return (merge_emergency if _is_snapshot(parts[0]) else merge_parts)(list(of_shares.values()))
+    return (merge_emergency if is_emergency(parts[0]) else merge_parts)(list(of_shares.values()))
 
 
 def _shares_of(meta: Meta) -> tuple[tuple[int, ...], int]:
     """Return which shares of a save a part has, and how many the save has."""
-    if not _is_snapshot(meta):
+    if not is_emergency(meta):
         return (meta.node,), meta.nodes
     return tuple(sorted({one.rank for one in meta.artifacts if one.rank is not None})), meta.world_size
 
