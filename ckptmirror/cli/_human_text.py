@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptmirror.core import errors
 from ckptmirror.core.printable import printable_line
+from ckptmirror.core.uncommitted import is_held_back_text
 
 __all__ = ["age_text", "behind_text", "duration_text", "on_no_mirror", "plain_reason", "size"]
 
@@ -65,7 +66,10 @@ def behind_text(reason: str, *, is_over: bool = True) -> str:
     Args:
         is_over: Whether nothing here asks for it any more, so that another drain has to.
     """
-    there = "`ckptmirror drain` there sends it (a mirror that was pushed to: `ckptmirror push --mirror URL` there)"
+    if is_held_back_text(reason):
+        return plain_reason(reason)
+    push = "`ckptmirror push --mirror URL` there, or, if it has deleted it, from a copy by `ckptmirror stage --full`"
+    there = f"`ckptmirror drain` there sends it (a mirror that was pushed to: {push})"
     here = ", and one here then records it: `ckptmirror drain`" if is_over else ""
     return f"{plain_reason(reason).removesuffix('.')}; if its job has ended, {there}{here}"
 

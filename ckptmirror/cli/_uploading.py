@@ -12,7 +12,7 @@ from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 from ckptmirror.core.printable import printable_line
-from ckptmirror.core.uncommitted import is_behind_text, is_superseded_text
+from ckptmirror.core.uncommitted import is_behind_text, is_held_back_text, is_superseded_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,8 @@ def showing(pace: Pace) -> Callable[[Drained], None]:
 
     def show(at: Drained) -> None:
         for wait in at.seen.waits:
-            if is_behind_text(wait.reason) and wait.reason not in printed and not moves_cursor():  # a bar shows it
+            waits = is_behind_text(wait.reason) or is_held_back_text(wait.reason)
+            if waits and wait.reason not in printed and not moves_cursor():  # a bar shows it
                 printed.add(wait.reason)
                 print(
                     f"waiting for another node: {behind_text(wait.reason, is_over=False)}", file=sys.stderr, flush=True

@@ -27,10 +27,10 @@ def waiting_text(mirror: str, one: Uncommitted, this_node: str = "") -> str:
     if one.other_files:
         there.append(f"{_files(one.other_files, one.other_bytes)} of nodes that are not done")
     unknown = (
-        "how much is lacking, `ckptmirror status` there says, and `ckptmirror drain` there finishes it, or "
-        f"`ckptmirror push --mirror {mirror}` there if it does not use this mirror"
+        "how much is lacking, `ckptmirror status` there says, and `ckptmirror drain` there finishes it, or says why "
+        f"not; or `ckptmirror push --mirror {mirror}` there if it does not use this mirror"
     )
-    rest = (this_node or unknown) if parts.absent(1) else "`ckptmirror drain` on any of them does it"
+    rest = (this_node or unknown) if parts.absent(1) else "`ckptmirror drain` on any of them does it, or says why not"
     return (
         f"step {parts.step} (save {one.save_id[:8]}) is not committed on {mirror}: {parts.nodes} nodes saved it, and "
         f"it waits for {parts.awaited}. There so far: {', '.join(there) or 'no file'}; {rest}"

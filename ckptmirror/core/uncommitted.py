@@ -24,7 +24,9 @@ __all__ = [
     "PartsThere",
     "Uncommitted",
     "damaged_part_text",
+    "held_back_text",
     "is_behind_text",
+    "is_held_back_text",
     "is_superseded_text",
     "node_behind_text",
     "parts_there",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 
 _NAMED = 8  # as many nodes are named
+_HELD_BACK = "is held back"
 _SUPERSEDED = "is superseded, and is not committed on"
 ROLES = tuple(sorted(PARTS_OF_SAVES - {"part"}))
 """What the names of a save's objects begin with."""
@@ -60,6 +63,20 @@ def _behind(part: str) -> str:
 def is_behind_text(reason: str | None) -> bool:
     """Whether such a part alone is waited for, by the reason that the table has, or that rotation gives."""
     return reason is not None and _BEHIND.search(reason) is not None
+
+
+def held_back_text(step: int, url: str, attempt: str, way: str) -> str:
+    """Say that a save waits for one of a newer attempt, which did not continue from it, and how a person decides."""
+    return (
+        f"Step {step} {_HELD_BACK} until {url} has a save of {attempt}, of which this disk has a save or a part, too: "
+        f"it did not continue from step {step}. The next start decides between them. If what that attempt saved is "
+        f"lost, continue from step {step} {way}."
+    )
+
+
+def is_held_back_text(reason: str | None) -> bool:
+    """Whether a save waits for that alone."""
+    return reason is not None and _HELD_BACK in reason
 
 
 def superseded_text(step: int, url: str, why: str) -> str:
@@ -96,7 +113,10 @@ class PartsThere:
         """What is wrong, for a listing."""
         there = f"{self.nodes} nodes saved it, and it waits for {self.awaited}"
         all_there = "`ckptmirror drain` on any of them that still has it does it, or says why not"
-        sends = "`ckptmirror drain` there finishes it, or `ckptmirror push` there if it does not use this mirror"
+        sends = (
+            "`ckptmirror drain` there finishes it, or says why not; or `ckptmirror push` there if it does not use this "
+            "mirror"
+        )
         drains = sends if self.absent(1) else all_there
         return Problem(f"{there}: {drains}", self.step)
 

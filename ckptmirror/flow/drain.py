@@ -36,6 +36,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.reach import Reach, reach_after
+from ckptmirror.core.uncommitted import is_held_back_text
 from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.attempt_lists import check_can_sign
 from ckptmirror.flow.places.catalog import Catalog, catalogs_on, local_catalog, mirror_catalog
@@ -100,7 +101,8 @@ class DrainReport:
 
     Attributes:
         pending: Files that could still become verified, and files without a valid record.
-        awaited: ``step N: reason`` of each pending file that only waits for another node. Nothing here can send it.
+        awaited: ``step N: reason`` of each pending file that only waits for another node, or for a save of a newer
+            attempt. Nothing here can send it.
         failed: ``mirror: path: reason`` of each file that failed for good, or that can no longer be uploaded.
         refused: Mirrors that do not accept the credentials, with their errors.
         unasked: Other mirrors that could not be asked for files verified there before, with their errors.
@@ -461,7 +463,9 @@ class _Work:
         left = waiting_for_removed(table, {row.url for row in table.mirrors()})
         answering = [] if self._held.is_busy else [url for url in urls if url not in unasked]
         found = _emergency(self._root, here, answering, limit_s)
-        awaited = [f"step {r.step}: {r.last_error}" for r in waiting_for_nodes(table.records(), urls)]
+        records = [record for record in table.records() if record.mirror in urls]
+        waiting = [*waiting_for_nodes(records, urls), *(r for r in records if is_held_back_text(r.last_error))]
+        awaited = [f"step {record.step}: {record.last_error}" for record in waiting]
         at = _settled(table, urls, Transfers())
         return DrainReport(at, pending, tuple(failed), refused, unasked, left, *found, tuple(awaited))
 

@@ -361,3 +361,37 @@ def test_a_node_that_returns_with_a_save_that_the_others_left_behind_does_not_ta
         drain(tmp_path / node, timeout_s=ALONE_S)
     assert [one.step for one in Job(tmp_path, "abc", (4,), kinds=("dcp",)).run()] == [3, 3, 3]
     assert (tmp_path / "mirror/meta_000004.json").exists()
+
+
+def hold_step_2_back(base: Path) -> str:
+    """Of step 2, a and b have all, and c, which did not see it, died while it saved with a.
+
+    Returns:
+        What a drain of a says.
+    """
+    Job(base, "ab", (1,), kinds=("dcp",)).run()
+    assert Job(base, "ab", (2,)).run(save_while_the_mirror_is_away) == [1, 1]
+    Job(base, "ac", (2,), kinds=("dcp",), dies=1).run()
+    for node in "bca":
+        held = drain(base / node, timeout_s=ALONE_S)
+    (why,) = (one for one in held.awaited if "is held back" in one)
+    return why
+
+
+def test_a_drain_says_what_decides_about_a_save_that_a_part_of_a_newer_attempt_holds_back(tmp_path: Path) -> None:
+    why = hold_step_2_back(tmp_path)
+    assert "Step 2 is held back until" in why
+    assert "The next start decides between them" in why
+    ended = run("drain", "--root", tmp_path / "a", "--timeout", "0")
+    assert ended.returncode == DeadlinePassed.exit_code
+    assert "Waiting for another node: step 2: Step 2 is held back until" in ended.stderr
+    assert [one.step for one in Job(tmp_path, "ab", (3,), kinds=("dcp",)).run()] == [2, 2]
+    assert drain(tmp_path / "b", timeout_s=WAIT_S).is_verified
+    assert (tmp_path / "mirror/meta_000002.json").exists()
+
+
+def test_a_part_that_nothing_can_make_whole_holds_no_save_back(tmp_path: Path) -> None:
+    hold_step_2_back(tmp_path)
+    assert [one.step for one in Job(tmp_path, "ac").run()] == [1, 1]
+    assert drain(tmp_path / "a", timeout_s=WAIT_S).is_verified
+    assert (tmp_path / "mirror/meta_000002.json").exists()

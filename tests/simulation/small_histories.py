@@ -45,6 +45,7 @@ from tests.simulation.small_world import (
     ref_of,
     restored,
     step_of,
+    to_upload,
     with_actor,
     with_job,
     with_save,
@@ -459,6 +460,7 @@ class Histories(Uploads):
         continued = {one.parent for place in (*disks, *mirrors) for one in place.listed if one.parent is not None}
         is_lost = not stands and not continued <= {ref_of(save) for save in saves}  # then a person has to decide
         is_lost |= not stands and any(disk.parts for disk in disks) | any(mirror.files for mirror in mirrors)
+        waiting = _held_back(disks, mirrors)
         jobs = [tuple(disks[host] for host in job) for job in self.world.jobs]
         for job in (*jobs, *((Disk(),) * size for size in sorted({len(job) for job in jobs}))):
             roots = [disk.root or f"another root {number}" for number, disk in enumerate(job)]
@@ -469,12 +471,15 @@ class Histories(Uploads):
                 return "a start waits for ever"
             if choice.parent is not None and choice.by_person and not self.world.rots:
                 continue  # it goes back by itself: judged where it starts
-            if choice.parent != (stands[-1] if stands else None):
+            if choice.parent != (stands[-1] if stands else None) and choice.parent not in waiting:
                 return "starts disagree with what stands on the mirrors, when all is drained"
             if (
                 choice.parent is not None
                 and not decided
-                and any(save.attempt == choice.parent.attempt and save.number > choice.parent.number for save in saves)
+                and any(
+                    save.attempt == choice.parent.attempt and save.number > choice.parent.number
+                    for save in saves - waiting
+                )
             ):
                 return "a start leaves a later save of the same attempt behind"
         return ""
@@ -488,6 +493,20 @@ class Histories(Uploads):
                 if part.save.save_id not in disk.rotten | disk.skipped:
                     shares.setdefault((part.save, part.of), set()).update(part.shares)
         return whole | {save for (save, of), there in shares.items() if len(there) == of}
+
+
+def _held_back(disks: Disks, mirrors: Mirrors) -> set[SaveFacts]:
+    """The saves of which drains may say that they wait for a newer attempt, of which the same disk has a part.
+
+    What that attempt saved was not completed by any drain. Which of the two goes on, the next start decides.
+    """
+    held: set[SaveFacts] = set()
+    for disk in disks:
+        number = {one.id: one.number for one in disk.listed}
+        unsent = {save for mirror in mirrors if mirror.run == disk.run for save in to_upload(disk, mirror)}
+        newest = max((number[save.attempt] for save in unsent), default=0)
+        held |= {save for save in unsent if number[save.attempt] < newest}
+    return held
 
 
 def _listed(state: State) -> dict[str, Attempt]:

@@ -285,7 +285,10 @@ def _disk_row(disk: Disk) -> Row:
         requirements=disk.requirements,
         heard=tuple(heard),
         copies=tuple(sorted(disk.copies, key=lambda copy: copy.save.save_id)),
-        parts=tuple(sorted(disk.parts, key=lambda part: part.save.save_id)),
+        parts=tuple(
+            replace(part, is_given_up=part.save.save_id in disk.skipped)
+            for part in sorted(disk.parts, key=lambda part: part.save.save_id)
+        ),
     )
 
 

@@ -497,8 +497,12 @@ def may_drain(evidence: Evidence, mirror: str, save: SaveFacts) -> Verdict:
 
 
 def _newer_here(evidence: Evidence, counted: Counted, attempt: str) -> list[Attempt]:
-    """Return the attempts newer than this one of which the disk has saves, or parts of saves; newest first."""
-    made = _ids(evidence.disk, Voice.COUNTS) | {part.save.attempt for part in evidence.disk.parts}
+    """Return the attempts newer than this one of which the disk has saves, or parts that may still be made whole.
+
+    The newest comes first.
+    """
+    made = _ids(evidence.disk, Voice.COUNTS)
+    made |= {part.save.attempt for part in evidence.disk.parts if not part.is_given_up}
     known = [counted.known[one] for one in made if one in counted.known]
     this = counted.known.get(attempt)
     return sorted((one for one in known if this is not None and _age(one) > _age(this)), key=_age, reverse=True)

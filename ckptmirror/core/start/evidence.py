@@ -118,6 +118,8 @@ class Part:
         why: What is wrong with it; "" if it is whole in all kinds.
         hindrance: As of a :class:`Problem`.
         world_size: How many ranks saved the whole save.
+        is_given_up: Whether this disk sends nothing more of it: a start found that nothing can make the save whole, or
+            the run went on without it. Rotation deletes it.
     """
 
     save: SaveFacts
@@ -129,6 +131,7 @@ class Part:
     why: str = ""
     hindrance: Hindrance = ""
     world_size: int = 1
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True)

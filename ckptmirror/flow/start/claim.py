@@ -55,7 +55,7 @@ from ckptmirror.core.start.attempts import (
 from ckptmirror.core.start.decide import run_of
 from ckptmirror.core.start.disks import seen_by_its_job
 from ckptmirror.core.start.explain import with_root, with_what
-from ckptmirror.core.uncommitted import superseded_text
+from ckptmirror.core.uncommitted import held_back_text, superseded_text
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
@@ -129,10 +129,9 @@ class _Places:
         """
         verdict = may_drain(seen.evidence, mirror.url, facts_of(meta))
         if verdict.may == "behind" and verdict.rival is not None:
-            raise NodeBehind(
-                f"Step {meta.step} waits until {mirror.url} has a save of attempt {verdict.rival.number} "
-                f"({verdict.rival.id[:8]}), of which this disk has saves, too: it did not continue from that step."
-            )
+            attempt = f"attempt {verdict.rival.number} ({verdict.rival.id[:8]})"
+            way = with_root(with_what(meta.save_id), str(self._root))
+            raise NodeBehind(held_back_text(meta.step, mirror.url, attempt, way))
         if verdict.may == "wait":
             raise waiting(verdict, self._root)
         if verdict.may == "fenced":

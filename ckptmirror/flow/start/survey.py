@@ -269,12 +269,15 @@ class _Rows:
             for one in heard
         ]
         heard += [Heard(attempt, frozenset({Voice.FENCED_US})) for attempt in disk.met.attempts]
+        sent_on = {record.save_id for record in disk.metas_sent if record.state is not RecordState.SKIPPED}
+        given_up = {record.save_id for record in disk.metas_sent} - sent_on
+        found = self._parts(catalog, run_id, lambda meta: self._origin(disk, meta, listed))
         return replace(
             self._row(DISK, "disk", disk.attempts, disk.listed, disk.why, run_id),
             heard=tuple(heard),
             copies=tuple(copies),
             problems=tuple(problems),
-            parts=tuple(self._parts(catalog, run_id, lambda meta: self._origin(disk, meta, listed))),
+            parts=tuple(replace(part, is_given_up=part.save.save_id in given_up) for part in found),
         )
 
     def _parts(self, catalog: Catalog, run_id: str | None, origin: Callable[[Meta], Origin]) -> Iterator[Part]:

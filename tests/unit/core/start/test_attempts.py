@@ -103,6 +103,8 @@ def test_a_drain_finishes_no_save_that_a_newer_attempt_of_this_disk_left_behind_
     assert may_drain(evidence(here, *both((A, B, c), (A1, c1))), "gs://a", B1).may != "behind"
     parts = replace(place(DISK, (A, B, c), (B1,)), parts=(Part(c1, c1.kinds, (0,), 2, Origin.SAVED_HERE, "part"),))
     assert may_drain(evidence(parts, *both((A, B, c), (A1,))), "gs://a", B1).may == "behind"
+    given_up = replace(parts, parts=(replace(parts.parts[0], is_given_up=True),))
+    assert may_drain(evidence(given_up, *both((A, B, c), (A1,))), "gs://a", B1).may == "commit"
 
 
 def test_a_drain_finishes_what_an_attempt_that_has_only_claimed_left_behind_and_can_name_it() -> None:
