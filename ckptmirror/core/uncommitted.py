@@ -68,7 +68,7 @@ def is_behind_text(reason: str | None) -> bool:
 def held_back_text(step: int, url: str, attempt: str, way: str) -> str:
     """Say that a save waits for one of a newer attempt, which did not continue from it, and how a person decides."""
     return (
-        f"Step {step} {_HELD_BACK} until {url} has a save of {attempt}, of which this disk has a save or a part, too: "
+        f"Step {step} is held back until {url} has a save of {attempt}, of which this disk has a save or a part, too: "
         f"it did not continue from step {step}. The next start decides between them. If what that attempt saved is "
         f"lost, continue from step {step} {way}."
     )
