@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _ERROR_OF = {"damaged": IntegrityError, "unreadable": Temporary, "refused": NotAuthorised}
 _HINTS = {
-    "unreadable": "Try the same command again; `ckptmirror verify --verbose` logs what happens.",
+    "unreadable": "Try the same command again, with a later ckptmirror where a version is named; `ckptmirror verify "
+    "--verbose` logs what happens.",
     "refused": NotAuthorised.hint,
 }
 

@@ -11,7 +11,6 @@ Rules:
 
 from __future__ import annotations
 
-import errno
 import functools
 import hashlib
 import os
@@ -225,10 +224,10 @@ def _compare_blocks(path: Path, digest: Digest, found: tuple[int, ...], checked:
 def _open(path: Path) -> int:
     try:
         return direct_io.open_for_reading(path)
-    except OSError as error:
-        if error.errno in (errno.EIO, errno.ENXIO):
-            raise IntegrityError(f"{path} cannot be opened: {error.strerror}.") from error
+    except FileNotFoundError:
         raise
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be opened: {error.strerror}.") from error
 
 
 def _pieces(descriptor: int, path: Path) -> Iterator[memoryview]:

@@ -27,6 +27,7 @@ from ckptmirror.flow.status import is_mirrored
 from ckptmirror.flow.upload import workers
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
+from ckptmirror.local.status_file import read_status_file, write_status_file
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import open_store
 from tests.kit.cli import run
@@ -343,6 +344,19 @@ def test_i8_a_full_disk_does_not_keep_the_table_from_what_the_uploads_tell_it(
                 break
         else:
             pytest.fail("no change is possible any more")
+
+
+def test_i8_a_full_disk_does_not_keep_the_trainer_from_saying_what_it_skipped(mounted: Callable[..., Path]) -> None:
+    place = mounted("size=4m")
+    (place / names.CONTROL_DIR).mkdir()
+    write_status_file(place, {"status": "running"})
+    fill(place)
+    facts = {"status": "stopped", "skipped": [{"step": step, "reason": "no room " * 40} for step in range(20)]}
+    write_status_file(place, facts)
+    assert read_status_file(place)["skipped"] == facts["skipped"]
+    write_status_file(place, {"status": "ended"})
+    assert read_status_file(place)["status"] == "ended"
+    assert leftovers(place) == []
 
 
 def try_in_vain(table: UploadsTable, url: str, tries: int) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckptmirror.core import names
+from ckptmirror.core import names, sealed_json
 from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.core.model import Meta
 from ckptmirror.core.uncommitted import is_behind_text
 from ckptmirror.flow.places.catalog import mirror_catalog
@@ -176,3 +178,28 @@ def test_a_part_that_is_damaged_on_the_mirror_waits_for_its_node_which_says_what
     place.upload()
     (found,) = mirror_catalog(place.mirrors[0]).saves.values()
     assert found.is_whole
+
+
+def of_version_99(data: bytes) -> bytes:
+    content = {key: value for key, value in json.loads(data).items() if key != "checksum"} | {"version": 99}
+    return sealed_json._canonical(content | {"checksum": sealed_json._checksum(content)})
+
+
+@pytest.mark.parametrize("what", ["a part", "the whole meta"])
+def test_what_a_later_version_wrote_is_left_to_that_version(what: str, place: MirroredRoot, tmp_path: Path) -> None:
+    """It is not damaged, nobody should delete it, and no second meta of the save is written."""
+    mine, theirs = parts_of(place)
+    name = names.part_name(100, mine.save_id, 2, 2)
+    if what == "a part":
+        data = meta_to_bytes(theirs)
+    else:
+        name, data = names.SaveName(100, mine.save_id[:8]).meta, meta_to_bytes(merge_parts([mine, theirs]))
+        place.store.write(name, data, if_generation=0)
+    at = tmp_path / "mirror" / name
+    at.chmod(0o644)
+    at.write_bytes(of_version_99(data))
+    place.upload()
+    (meta,) = [record for record in place.records() if record.role == "meta"]
+    assert "was written by a later version of ckptmirror: `ckptmirror drain` of that version" in (meta.reason or "")
+    assert mirror_catalog(place.mirrors[0]).saves == {}
+    assert len(list((tmp_path / "mirror").glob("meta_*"))) == (what != "a part")

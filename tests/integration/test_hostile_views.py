@@ -36,7 +36,7 @@ class Sent(SingleRank):
 
 def view_of(root: Path, meta: Meta, kind: Kind = "dcp") -> View:
     (root / ".ckptmirror").mkdir(exist_ok=True)
-    return View(root, plain(meta), kind, (0,), (0,), trusted=True)
+    return View(root, plain(meta), kind, (0,), (0,), trusted=True, sends=True)
 
 
 @pytest.mark.parametrize("has_links", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from ckptmirror.core.errors import (
     LocalStorageUnwritable,
     Temporary,
 )
+from ckptmirror.core.model import Digest
 from ckptmirror.core.names import TRASH_DIR, emergency_meta_name
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.trash import empty_trash
@@ -36,10 +38,12 @@ from ckptmirror.flow.start import bring as bringing
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local import files, trash
+from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.inventory import read_inventory
 from tests.kit.cli import run as cli
 from tests.kit.faults import DiskFault, failing, flip_bit, of_a_later_version
 from tests.kit.processes import killed_at, run_ranks
+from tests.kit.roots import leftovers
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 pytestmark = pytest.mark.long
@@ -630,6 +634,48 @@ def test_i12_a_part_that_is_whole_on_this_disk_alone_is_there_whenever_the_start
         shutil.copytree(tmp_path / "before", place.root / name)
     assert died > 4
     assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
+
+
+def cannot_be_read(monkeypatch: pytest.MonkeyPatch, failing: Path) -> None:
+    def verify(path: Path, digest: Digest) -> None:
+        if path == failing:
+            raise IntegrityError(f"{path} cannot be read.") from OSError(errno.EIO, os.strerror(errno.EIO))
+        verify_file(path, digest)
+
+    monkeypatch.setattr(persistent_dir, "verify_file", verify)
+
+
+@pytest.mark.parametrize("wanted", [[0], [0, 1]])
+def test_i12_a_part_that_cannot_be_read_now_stays_while_another_comes_back(
+    wanted: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0's part is in the persistent directory alone, and rank 1's on the disk alone, or there damaged."""
+    first, _ = run_ranks(2, leave_snapshot, str(tmp_path), (), "")
+    place, name = Place(tmp_path), Path(first).name
+    (place.root / name / "rank0.pt").unlink()
+    flip_bit(place.kept / name / "rank1.pt")
+    whole = (place.root / name / "rank1.pt").read_bytes()
+    (meta,) = snapshots_in(place.kept).values()
+    with monkeypatch.context() as patched:
+        cannot_be_read(patched, place.root / name / "rank1.pt")
+        if wanted == [0]:
+            persistent_dir.bring_snapshot(place.root, place.kept, meta, wanted)
+        else:
+            with pytest.raises(Temporary, match=r"rank1\.pt cannot be read now"):
+                persistent_dir.bring_snapshot(place.root, place.kept, meta, wanted)
+    assert (place.root / name / "rank1.pt").read_bytes() == whole
+    assert leftovers(place.root) == []
+    assert run_ranks(2, resume_snapshot, str(tmp_path)) == [(5, "emergency")] * 2
+
+
+def test_i12_a_damaged_part_for_which_none_is_brought_stays(tmp_path: Path) -> None:
+    first, _ = run_ranks(2, leave_snapshot, str(tmp_path), (), "")
+    place, name = Place(tmp_path), Path(first).name
+    (place.root / name / "rank0.pt").unlink()
+    flip_bit(place.root / name / "rank1.pt")
+    (meta,) = snapshots_in(place.kept).values()
+    persistent_dir.bring_snapshot(place.root, place.kept, meta, [0])
+    assert {path.name for path in (place.root / name).glob("*.pt")} == {"rank0.pt", "rank1.pt"}
 
 
 def test_a_rank_gets_back_its_meta_from_the_place_that_has_it_good(tmp_path: Path) -> None:

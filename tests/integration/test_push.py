@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,20 @@ def test_i8_a_start_that_could_not_add_its_records_does_not_call_its_saves_mirro
         manager.wait("mirrored", timeout_s=LIMIT_S)
     there = mirror_catalog(Mirror(other, False, open_store(other))).saves.values()
     assert sorted(meta.step for meta in there) == [1, 2]
+
+
+def test_a_rewind_finds_what_only_a_mirror_has_that_was_pushed_to_and_status_names_that(tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/pushed"
+    saved_run(root, (1, 2))
+    assert run("push", "--root", root, "--mirror", url).returncode == 0
+    verdict = run("status", "--root", root).stdout.splitlines()[0]
+    assert verdict == (
+        f"NOT SAFE: no required mirror is configured; {url}, which was pushed to, has every save that is here"
+    )
+    for path in root.glob("*000001*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    rewound = run("rewind", "--root", root, "--step", "1")
+    assert rewound.returncode == 0, rewound.stderr
+    assert json.loads(run("status", "--root", root, "--json").stdout)["mirrors"] == [
+        {"url": url, "required": False, "pushed": True}
+    ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,7 +22,7 @@ from ckptmirror.flow.drain import drain
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import leftovers
-from tests.nodes.jobs import ALONE_S, WAIT_S, Job, built, expect, train
+from tests.nodes.jobs import ALONE_S, WAIT_S, Found, Job, built, expect, take_part, train
 
 pytestmark = pytest.mark.long
 
@@ -56,6 +59,55 @@ def test_without_a_mirror_nodes_send_one_another_what_they_read(wrapped: str, tm
     second = Job(tmp_path, "ab", (), wrapped, mirrored=False).run()
     expect(second, 2, "disk", first[0])
     assert [one.extra for one in second] == [{"seen": (rank, 2)} for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("damaged", ["a", "b"])
+def test_a_damaged_file_is_taken_from_another_node_that_has_it_whole(damaged: str, tmp_path: Path) -> None:
+    first = Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",)).run()
+    flip_bit(tmp_path / damaged / "dcp_000002" / ".metadata")
+    expect(Job(tmp_path, "ab", (), mirrored=False, kinds=("dcp",)).run(), 2, "disk", first[0])
+
+
+def resume_denied(rank: int, job: Job) -> Found:
+    """Take part where node b may not open its files of rank 1, as the kernel has it for files of another user."""
+    really_open, really_link = os.open, os.link
+    theirs = {path.stat().st_ino for path in (job.base / "b").glob("dcp_000002/__1_0.distcp")}
+
+    def deny(path: object) -> None:
+        if isinstance(path, str | Path) and os.path.lexists(path) and os.lstat(path).st_ino in theirs:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    def denied_open(path: Any, *rest: Any, **given: Any) -> int:
+        deny(path)
+        return really_open(path, *rest, **given)
+
+    def denied_link(source: Any, *rest: Any, **given: Any) -> None:
+        deny(source)
+        really_link(source, *rest, **given)
+
+    os.open, os.link = denied_open, denied_link
+    return take_part(rank, job)
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_a_file_that_a_node_may_not_open_comes_from_the_mirror_or_is_named(mirrored: bool, tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, 2), mirrored=mirrored, kinds=("dcp",))
+    first = job.run()
+    found = replace(job, steps=()).run(resume_denied)
+    if mirrored:
+        expect(found, 2, "disk", first[0])
+    else:
+        path = tmp_path / "b/dcp_000002/__1_0.distcp"
+        assert f"rank 1 on node 1: {path} cannot be opened: Permission denied" in found[0].failed
+        expect(replace(job, steps=()).run(), 2, "disk", first[0])
+
+
+def test_what_is_damaged_on_the_only_node_that_has_it_is_named_as_it_is_there(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",)).run()
+    flip_bit(tmp_path / "b/dcp_000002/__1_0.distcp")
+    for one in Job(tmp_path, "ab", (), mirrored=False, kinds=("dcp",)).run():
+        assert one.step == 1
+        assert f"rank 1 on node 1: {tmp_path}/b/dcp_000002/__1_0.distcp: the crc32c" in one.passed_over
 
 
 @pytest.mark.parametrize(

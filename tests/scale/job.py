@@ -276,7 +276,9 @@ class Job:
         for place in some:
             ranks = _Ranks(self.shape, self.places.index(place))
             own_ranks = ranks.node_ranks
-            view = View(place.node.root, meta, proposal.kind, own_ranks, own_ranks, trusted=proposal.place == DISK)
+            view = View(
+                place.node.root, meta, proposal.kind, own_ranks, own_ranks, trusted=proposal.place == DISK, sends=True
+            )
             lacks = set(view.begin().lacks)
             own = {one.path for one in artifacts_of(self.shape, ranks.node, meta.step)}
             view.need({path for path in own if path.endswith(".distcp")})

@@ -10,22 +10,27 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 __all__ = ["Holding", "Transfer", "fetched_by", "transfers"]
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What one node has of a save's files, and what it needs and lacks; by their plain paths."""
+    """What one node has of a save's files, and what it needs and lacks; by their plain paths.
+
+    Attributes:
+        unreadable: Files of its own that cannot be read now, with the reason.
+    """
 
     has: frozenset[str] = frozenset()
     lacks: tuple[str, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
 
     def with_files(self, paths: Collection[str]) -> Holding:
         """Return what the node has and lacks once it has got these files."""
         got = frozenset(paths)
-        return Holding(self.has | got, tuple(path for path in self.lacks if path not in got))
+        return replace(self, has=self.has | got, lacks=tuple(path for path in self.lacks if path not in got))
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.direct_io import kept_buffer
 from ckptmirror.local.file_systems import refuse_fuse
 from ckptmirror.local.hang_guard import beat, hang_guard
-from ckptmirror.local.listing import Listing, is_not_readable_now
+from ckptmirror.local.listing import Fault, Listing, is_not_readable_now
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.save_logger import save_logger
@@ -267,7 +267,8 @@ def persistent_catalog(directory: Path, *, patience_s: float = 0.0) -> Catalog:
 def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[int] | None = None) -> None:
     """Copy what the root lacks of a snapshot, and verify it. It mends a broken one of its name.
 
-    Parts of it that the root has, and that are whole, stay where they are: they may be whole nowhere else.
+    Parts of it that the root has stay where they are, unless a whole one is brought in their place: they may be whole
+    nowhere else, and what cannot be read now may be whole.
 
     Args:
         root: The local root.
@@ -289,7 +290,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
             f"way: {stray}.",
             hint=f"Move it out of {root / name}, and start again.",
         )
-    kept = _whole_parts(root, meta)
+    kept, unreadable = _whole_parts(root, meta)
     if ranks is not None and kept.issuperset(ranks):
         return
     wanted = {one.rank for one in meta.artifacts if ranks is None or one.rank in ranks} - kept
@@ -325,6 +326,8 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
                     raise
                 raise IntegrityError(f"{directory / name} lacks files of rank {one.rank}.") from error
         except IntegrityError as error:
+            if one.rank in unreadable:
+                raise _cannot_be_read(root / one.path, unreadable[one.rank]) from error
             if ranks is None or is_not_readable_now(error.__cause__):
                 raise
             save_logger(_log, meta, rank=one.rank).warning("step %d: not copied back: %s", meta.step, error)
@@ -344,16 +347,13 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
             trash.move_to_trash(root, temporary)
             empty_trash(root)
         if isinstance(error, OSError) or (isinstance(error, IntegrityError) and is_not_readable_now(error.__cause__)):
-            raise Temporary(
-                f"{directory / name} cannot be read now: {error}",
-                hint="Make it readable, or go back to an older save with policy=<step>.",
-            ) from error
+            raise _cannot_be_read(directory / name, str(error)) from error
         raise
     if not brought.artifacts:
         trash.move_to_trash(root, temporary)
         empty_trash(root)
         return
-    _put_in_place(root / name, temporary, brought, meta, kept)
+    _put_in_place(root / name, temporary, brought)
     with contextlib.suppress(NameTaken):  # the snapshot was taken on this disk, so the note exists
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
@@ -374,48 +374,66 @@ def _meta_of(path: Path, meta: Meta, artifact: Artifact) -> bytes:
     return data
 
 
-def _put_in_place(final: Path, temporary: Path, brought: Meta, whole: Meta, kept: Collection[int]) -> None:
-    """Give what was brought its name. Beside kept parts, it comes file by file in the place of what is broken.
+def _cannot_be_read(path: Path, why: str) -> Temporary:
+    return Temporary(
+        f"{path} cannot be read now: {why}", hint="Make it readable, or go back to an older save with policy=<step>."
+    )
 
-    So what is kept is there whenever the process dies.
+
+def _put_in_place(final: Path, temporary: Path, brought: Meta) -> None:
+    """Give what was brought its name: file by file, where there is something of the snapshot.
+
+    So what else is there stays, also if the process dies.
     """
     root = final.parent
-    if not kept:
+    if final.is_symlink() or not final.is_dir():
         if os.path.lexists(final):
             trash.move_to_trash(root, final)
         directories.publish_dir(temporary, final)
         return
-    for path in _paths_of_ranks(whole, {one.rank for one in whole.artifacts}.difference(kept)):
+    for path in _paths(brought):
         with contextlib.suppress(FileNotFoundError):
             trash.move_to_trash(root, root / path)
-    for path in reversed(_paths_of_ranks(brought)):
+    for path in reversed(_paths(brought)):
         directories.rename_noreplace(temporary / Path(path).name, root / path, label="snapshot.publish")
     directories.fsync_dir(final)
     trash.move_to_trash(root, temporary)
 
 
-def _paths_of_ranks(meta: Meta, ranks: Collection[int | None] | None = None) -> list[str]:
-    """Return the paths of the parts of ranks (None: all), their metas first."""
-    mine = replace(meta, artifacts=tuple(one for one in meta.artifacts if ranks is None or one.rank in ranks))
-    return [*meta_paths(mine), *(one.path for one in mine.artifacts)]
+def _paths(meta: Meta) -> list[str]:
+    """Return the paths of the parts of a snapshot, their metas first."""
+    return [*meta_paths(meta), *(one.path for one in meta.artifacts)]
 
 
-def _whole_parts(root: Path, meta: Meta) -> frozenset[int]:
-    """Return the ranks whose parts of a snapshot, with their metas, are in the root as they were saved."""
+def _whole_parts(root: Path, meta: Meta) -> tuple[frozenset[int], dict[int | None, str]]:
+    """Return the ranks whose parts of a snapshot, with their metas, are in the root as they were saved.
+
+    And by rank, why a part cannot be read now.
+    """
     listing = Listing(root)
     catalog = local_catalog(root, with_attempts=False)
     named = {one.path for local in catalog.metas() if local.save_id == meta.save_id for one in local.artifacts}
     lost: list[int | None] = []
+    unreadable: dict[int | None, str] = {}
 
     def check(one: Artifact) -> None:
-        if one.path in named and listing.fault_of(one.path, one.digest.size_bytes) is None:
-            with contextlib.suppress(IntegrityError, FileNotFoundError):
+        fault = listing.fault_of(one.path, one.digest.size_bytes)
+        if one.path in named and fault is None:
+            try:
                 verify_file(root / one.path, one.digest)
+            except FileNotFoundError:
+                pass
+            except IntegrityError as error:
+                fault = Fault(str(error), is_not_readable_now(error.__cause__))
+            else:
                 return
+        if fault is not None and fault.unreadable:
+            unreadable[one.rank] = fault.why
         lost.append(one.rank)
 
     run_jobs(meta.artifacts, check, name="ckptmirror-bring", workers=_WORKERS)
-    return frozenset(one.rank for one in meta.artifacts if one.rank is not None and one.rank not in lost)
+    whole = frozenset(one.rank for one in meta.artifacts if one.rank is not None and one.rank not in lost)
+    return whole, unreadable
 
 
 def _stray(root: Path, name: str, meta: Meta) -> str | None:

@@ -49,7 +49,7 @@ from ckptmirror.local import files, trash
 from ckptmirror.local.checksummed_writer import create_temporary
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.direct_io import open_regular
-from ckptmirror.local.listing import Listing
+from ckptmirror.local.listing import Listing, is_not_readable_now
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.storage_errors import disk_error, explained
 from ckptmirror.ranks.base import Ranks
@@ -123,18 +123,29 @@ class View:
         lists: The ranks whose lists of tensors they read.
         trusted: Whether the node's own files are taken as they are, for the vote to check. After that found one that is
             damaged, they are compared with their checksums here, so that only those that are whole are used.
+        sends: Whether other nodes may need files from here that no rank of this node reads.
     """
 
     def __init__(
-        self, root: Path, meta: Meta, kind: Kind, ranks: Collection[int], lists: Collection[int], *, trusted: bool
+        self,
+        root: Path,
+        meta: Meta,
+        kind: Kind,
+        ranks: Collection[int],
+        lists: Collection[int],
+        *,
+        trusted: bool,
+        sends: bool,
     ) -> None:
         self._root = root
         self._meta = meta
         self._trusted = trusted
+        self._sends = sends
         self._kind = kind
         self._all = {one.path: one for one in meta.artifacts_of(kind)}
         self._files = {path: one for path, one in self._all.items() if not is_proof(one) or one.rank in lists}
         self._has: set[str] = set()
+        self._unreadable: dict[str, str] = {}
         self.path = _view_of(root, meta)
         own = {rank if rank < meta.world_size else 0 for rank in ranks}  # one that the save did not have reads rank 0's
         self.needs: dict[str, Artifact] = {
@@ -213,26 +224,50 @@ class View:
         """
         with explained("link the save in", self.path):
             self._link_own()
-        return Holding(frozenset(self._has), tuple(path for path in self.needs if path not in self._has))
+        lacks = tuple(path for path in self.needs if path not in self._has)
+        return Holding(frozenset(self._has), lacks, dict(self._unreadable))
 
     def _link_own(self) -> None:
-        wanted = self._all if self._trusted else self.needs  # what no rank here reads may be sent to another node
-        metas = local_catalog(self._root, with_attempts=False).metas()
+        wanted = self._all if self._trusted or self._sends else self.needs
         listing = Listing(self._root)
-        mine = {
-            path: FileToRead(self._root / artifact.path, artifact.digest)
-            for meta in metas
-            if meta.save_id == self._meta.save_id
-            for artifact in meta.artifacts
-            if (path := names.plain(artifact.path)) in wanted and wanted[path].digest.agrees_with(artifact.digest)
-            if path not in self._has and listing.fault_of(artifact.path, artifact.digest.size_bytes) is None
-        }
+        mine: dict[str, FileToRead] = {}
+        for path, artifact in self._own().items():
+            if path in self._has or path not in wanted or not wanted[path].digest.agrees_with(artifact.digest):
+                continue
+            fault = listing.fault_of(artifact.path, artifact.digest.size_bytes)
+            if fault is None:
+                mine[path] = FileToRead(self._root / artifact.path, artifact.digest)
+            elif fault.unreadable:
+                self._unreadable[path] = fault.why
         found = [None] * len(mine) if self._trusted else read_all(list(mine.values()))
         for (path, own), wrong in zip(mine.items(), found, strict=True):
-            with contextlib.suppress(FileNotFoundError, IntegrityError):
-                if wrong is None:
-                    _link(own.path, self.path / path)
-                    self._has.add(path)
+            if wrong is not None:
+                if wrong.state == "unreadable":
+                    self._unreadable[path] = wrong.why
+                continue
+            try:
+                _link(own.path, self.path / path)
+                self._has.add(path)
+            except FileNotFoundError:
+                pass
+            except IntegrityError as error:
+                if is_not_readable_now(error.__cause__):
+                    self._unreadable[path] = error.message
+
+    def _own(self) -> dict[str, Artifact]:
+        """Return the files of the save that metas on this disk name, by their plain paths."""
+        metas = local_catalog(self._root, with_attempts=False).metas()
+        mine = [artifact for meta in metas if meta.save_id == self._meta.save_id for artifact in meta.artifacts]
+        return {names.plain(artifact.path): artifact for artifact in mine}
+
+    def with_own_names(self, why: str) -> str:
+        """Return what is wrong with a file of the view, by the name that the file has when the view is gone."""
+        for path, artifact in self._own().items():
+            here, own = self.path / path, self._root / artifact.path
+            with contextlib.suppress(OSError):
+                if str(here) in why and here.samefile(own):
+                    why = why.replace(str(here), str(own))
+        return why
 
     def fetch(self, mirror: Mirror, on_mirror: Meta, paths: Sequence[str], asked: Asked) -> Gathered:
         """Fetch these files from a mirror.
@@ -274,7 +309,7 @@ def _link(source: Path, target: Path) -> None:
 
     Raises:
         FileNotFoundError: It is gone.
-        IntegrityError: It is not a regular file any more.
+        IntegrityError: It is not a regular file any more, or it cannot be opened.
     """
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(target.lstat(), source.lstat()):
@@ -285,7 +320,13 @@ def _link(source: Path, target: Path) -> None:
     except FileNotFoundError:
         raise
     except OSError:
-        with os.fdopen(open_regular(source), "rb") as read, os.fdopen(create_temporary(target), "wb") as copy:
+        try:
+            descriptor = open_regular(source)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise IntegrityError(f"{source} cannot be opened: {error.strerror}.") from error
+        with os.fdopen(descriptor, "rb") as read, os.fdopen(create_temporary(target), "wb") as copy:
             shutil.copyfileobj(read, copy)
 
 

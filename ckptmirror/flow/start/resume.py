@@ -9,7 +9,8 @@ Rules:
   choice only the job's leader asks the mirrors.
 * Nothing is loaded until the ranks together have verified its checksums on this disk.
 * Once a rank has begun to load, only other copies of the same save are tried: loading an older save would leave parts
-  of the newer one behind.
+  of the newer one behind. If the start has to look again after a load, another save may only take the place of all
+  that was loaded, and a start at step 0 fails.
 * A requested step that is missing is an error on every rank; ``core.start.decide`` decides about starting at 0.
 * The run is claimed after the load, so a start that fails leaves no trace. If another attempt or a newer save appeared
   in the meantime, the start looks again, a bounded number of times.
@@ -76,6 +77,7 @@ __all__ = ["Resumed", "resume_run"]
 
 _log = logging.getLogger("ckptmirror.resume")
 _STARTS_LIMIT = 5
+_NOT_COMPARED = "tensors: "  # so begin the lines of a report that are not about what was loaded
 T = TypeVar("T")
 
 
@@ -139,10 +141,15 @@ def resume_run(
         return True
 
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
+    loaded: tuple[Meta, LoadReport] | None = None
     for _ in range(_STARTS_LIMIT):
         proposal, report, live = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere)
+        if loaded is not None:
+            check = functools.partial(_check_replaces, loaded, proposal.meta, report)
+            exchange_result(ranks, check, what="compare what was loaded twice")
         claimed = _claim(ranks, bringer, node, proposal)
         if claimed is None:
+            loaded = (proposal.meta, report) if proposal.meta is not None and report is not None else None
             continue
         attempt = claimed.record.attempt
         _report(bus, node, attempt, proposal, started, policy)
@@ -154,6 +161,30 @@ def resume_run(
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
+    )
+
+
+def _check_replaces(before: tuple[Meta, LoadReport], meta: Meta | None, report: LoadReport | None) -> None:
+    """Check that nothing stays of a save that this start had loaded before it had to look again.
+
+    Args:
+        before: That save, and the report of its load.
+        meta: What training would continue from now; None: from step 0.
+        report: The report of that load.
+
+    Raises:
+        Temporary: Parts of the first save would stay.
+    """
+    first, loaded = before
+    now = "at step 0"
+    if meta is not None and report is not None:
+        stays = [line for line in report.missing if line not in loaded.missing and not line.startswith(_NOT_COMPARED)]
+        if not stays:
+            return
+        now = f"from step {meta.step}, which does not have all that was loaded: {'; '.join(stays)}"
+    raise Temporary(
+        f"Step {first.step} was loaded; meanwhile another attempt changed where the run continues: {now}.",
+        hint="Start the same command again: it begins with a fresh state.",
     )
 
 
@@ -267,13 +298,13 @@ def _gather(
     """
     meta, at_place = proposal.meta, proposal.at_place
     assert meta is not None
-    is_trusted = proposal.place == DISK
+    is_trusted = proposal.place == DISK and proposal.trusted
     if at_place is not None and not proposal.mirror:
         is_trusted = True
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place, ranks)
         _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     whose = ranks.node_ranks if target.state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
-    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=is_trusted)
+    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=is_trusted, sends=not proposal.mirror)
     _complete(ranks, node, proposal, view, view.begin)
     read = gather_result(ranks, lambda: view.files_read(target), what="ask which files are read", to="node")
     for rank in ranks.node_ranks:
@@ -314,6 +345,10 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
             holdings[rank] = holdings[rank].with_files(to_fetch.get(rank, ()))
     plan, absent = transfers(holdings, sizes_bytes)
     if needed := [path for path in absent if not is_list(path) or proposal.kind == "emergency"]:
+        of_ranks = [(rank, one.unreadable.get(path)) for path in needed for rank, one in holdings.items()]
+        for rank, why in of_ranks:
+            if why is not None:
+                raise _CannotUse(f"{rank_name(rank, ranks.nodes_of_ranks)}: {why}", Result.UNREADABLE)
         raise _CannotUse(f"no node has {needed[0]}", Result.BROKEN)
     if plan:
         channel = ranks.channel("files", more_s=relay_s(plan, sizes_bytes))
@@ -373,6 +408,7 @@ def _verified_here(
     The view is returned where these files were gathered; and last, what is prepared for the load.
 
     Where nodes share a download and that goes wrong, the mirror's copy may still be good: each then fetches for itself.
+    Where no mirror has the save, and a node's file is damaged, another node may have the same file whole.
 
     Raises:
         _CannotUse: A node cannot get a file, or a file differs from what was saved.
@@ -381,24 +417,26 @@ def _verified_here(
     assert meta is not None
     if not proposal.gathered:
         verified = replace(meta, artifacts=meta.artifacts_of(proposal.kind))
-        return root, verified, None, _vote_on_bytes(root, ranks, verified, proposal.kind, target)
+        return root, verified, None, _vote_on_bytes(root, ranks, verified, proposal.kind, target, str)
     try:
         view = _gather(root, ranks, node, proposal, target, whose_lists)
         verified = replace(meta, artifacts=tuple(view.needs.values()))
-        prepared = _vote_on_bytes(view.path, ranks, verified, proposal.kind, target)
+        prepared = _vote_on_bytes(view.path, ranks, verified, proposal.kind, target, view.with_own_names)
     except _CannotUse as found:
         is_shared = proposal.share_downloads and proposal.place == proposal.mirror
-        if not is_shared or found.result is not Result.BROKEN:
+        is_alone = proposal.place == DISK and not proposal.mirror and proposal.trusted
+        is_bad = found.result is Result.BROKEN or (is_alone and found.result is Result.UNREADABLE)
+        if not is_bad or not (is_shared or is_alone):
             raise
         if node is not None:
-            save_logger(_log, meta).warning(
-                "step %d: each node fetches its files itself, since a shared download failed: %s",
-                meta.step,
-                found.reason,
-            )
+            then = "each node fetches its files itself" if is_shared else "another node may have the same file whole"
+            save_logger(_log, meta).warning("step %d: %s; %s", meta.step, found.reason, then)
         _discard_all(root, ranks, node, meta)
-        proposal = replace(proposal, share_downloads=False)
-        return _verified_here(root, ranks, node, proposal, target, whose_lists)
+        proposal = replace(proposal, share_downloads=proposal.share_downloads and not is_shared, trusted=not is_alone)
+        try:
+            return _verified_here(root, ranks, node, proposal, target, whose_lists)
+        except _CannotUse as again:
+            raise found if is_alone and again.result in (Result.BROKEN, Result.UNREADABLE) else again from None
     return view.path, verified, view, prepared
 
 
@@ -430,8 +468,12 @@ def _check_all(ranks: Ranks, found: Mapping[int, Gathered]) -> None:
             raise _CannotUse(error.message, one.result, error)
 
 
-def _vote_on_bytes(root: Path, ranks: Ranks, read: Meta, kind: Kind, target: LoadTarget) -> Any:
+def _vote_on_bytes(
+    root: Path, ranks: Ranks, read: Meta, kind: Kind, target: LoadTarget, named: Callable[[str], str]
+) -> Any:
     """Check the bytes of what the ranks of this node read, on every rank; return what is prepared for the load.
+
+    What is wrong is said with the names that ``named`` gives to files.
 
     Raises:
         _CannotUse: A rank found a file that differs from what was saved.
@@ -441,6 +483,7 @@ def _vote_on_bytes(root: Path, ranks: Ranks, read: Meta, kind: Kind, target: Loa
     failure: BaseException | None = None
     try:
         reason, prepared = check_share(root, ranks, read, kind, target)
+        reason = replace(reason, why=named(reason.why)) if reason is not None else None
     except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
         failure = error
     found = [vote for vote in ranks.exchange(reason, what="vote on a save", error=failure) if vote is not None]

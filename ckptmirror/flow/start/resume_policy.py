@@ -27,8 +27,9 @@ def policy_text(root: Path, policy: Policy) -> str:
         return f"save {policy.save_id}"
     if isinstance(policy, Path) or (isinstance(policy, str) and "/" in policy):
         parsed = names.parse_name(Path(policy).name)
-        has_step = parsed is not None and parsed.step is not None
-        return f"a path of step {parsed.step}" if parsed is not None and has_step else os.path.relpath(policy, root)
+        if parsed is None or parsed.step is None:
+            return os.path.relpath(policy, root)
+        return f"a path of step {parsed.step}, {parsed.role}"  # each node may tag its own names
     return str(policy)
 
 

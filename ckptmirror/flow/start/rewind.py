@@ -322,7 +322,7 @@ def _specs(root: Path, mirrors: Sequence[str]) -> list[MirrorSpec]:
     known: list[MirrorSpec] = []
     with _table_of(root, named) as table:
         if table is not None:
-            known = [MirrorSpec(row.url, row.required) for row in table.mirrors() if not row.pushed]
+            known = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
     urls = {spec.url for spec in known}
     return [*known, *(spec for spec in named if spec.url not in urls)]
 

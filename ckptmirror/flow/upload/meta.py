@@ -24,6 +24,7 @@ from ckptmirror.core.codec import meta_from_bytes, meta_or_tombstone_from_bytes,
 from ckptmirror.core.errors import (
     BrokenMeta,
     IntegrityError,
+    NewerFormat,
     NodeBehind,
     NotSigned,
     ObjectNotFound,
@@ -122,7 +123,14 @@ class MetaUpload(Sending):
                 continue
             if info.crc32c is not None and crc32c(there) != info.crc32c:
                 raise Temporary(f"{name} arrived broken from {context.mirror.url}.")  # it may be ours
-            found = _meta_or_none(there)
+            try:
+                found = meta_or_tombstone_from_bytes(there)
+            except NewerFormat as error:
+                if self._is_damaged_own(info, meta):
+                    raise self._of_later_version(name) from error
+                continue
+            except BrokenMeta:
+                found = None
             if found is None and self._is_damaged_own(info, meta):
                 damaged.append(name)
             if found is None or found.save_id != meta.save_id:
@@ -283,6 +291,8 @@ class MetaUpload(Sending):
                 raise self._behind(name) from error
             except NotSigned as error:
                 raise self._not_ours(name, str(error)) from error
+            except NewerFormat as error:
+                raise self._of_later_version(name) from error
             except IntegrityError as error:
                 if name == own:
                     raise self._say_what_to_delete([name], f"This node's part of step {mine.step}") from error
@@ -296,6 +306,12 @@ class MetaUpload(Sending):
         if not _covers(found[own], mine):
             raise self._not_ours(own, "It does not name what this node saved.")
         return merge_parts([found[name] for name in part_names])
+
+    def _of_later_version(self, name: str) -> StorePermanent:
+        return StorePermanent(
+            f"{name} on {self._context.mirror.url} was written by a later version of ckptmirror: `ckptmirror drain` of "
+            "that version finishes the save."
+        )
 
     def _not_ours(self, name: str, why: str) -> IntegrityError:
         url = self._context.mirror.url
@@ -333,14 +349,6 @@ class MetaUpload(Sending):
         context.bus.emit(
             events.MirrorCommitted(mirror=context.mirror.url, step=self._record.step, save_id=self._record.save_id)
         )
-
-
-def _meta_or_none(data: bytes) -> Meta | Tombstone | None:
-    """Read an object that has a meta's name; None if it is not a meta or a tombstone of ours."""
-    try:
-        return meta_or_tombstone_from_bytes(data)
-    except BrokenMeta:
-        return None
 
 
 def _covers(there: Meta, mine: Meta) -> bool:
