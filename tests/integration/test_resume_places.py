@@ -14,13 +14,14 @@ from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary, UsageError
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.places.attempt_lists import read_local_attempts
+from ckptmirror.flow.retention.reconcile import BRINGING_NAME, note_brought
 from ckptmirror.flow.start import bring, resume
 from ckptmirror.formats.base import LoadReport
 from ckptmirror.ranks import meeting
 from ckptmirror.stores import open_store
 from tests.kit.faults import faulty
 from tests.kit.faulty_store import StoreFault
-from tests.kit.roots import whole
+from tests.kit.roots import leftovers, whole
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 pytestmark = pytest.mark.long
@@ -166,7 +167,7 @@ def test_a_start_that_was_killed_while_it_brought_a_copy_is_continued_by_the_nex
     (save,) = whole(tmp_path / "first").values()
     root = tmp_path / "second"
     (root / names.CONTROL_DIR).mkdir(parents=True)
-    (root / bring.BRINGING_NAME).write_text(json.dumps({"save_id": save.save_id}))
+    (root / BRINGING_NAME).write_text(json.dumps({"save_id": save.save_id}))
     mine = root / names.tmp_name("dcp_000002", save.save_id)
     stray = root / names.tmp_name("model_000009.pt", "9" * 32)
     mine.mkdir()
@@ -176,7 +177,24 @@ def test_a_start_that_was_killed_while_it_brought_a_copy_is_continued_by_the_nex
         assert not stray.exists(), "what nobody continues is removed"
         assert manager.resume(new_state()) is not None
     assert not mine.exists()
-    assert not (root / bring.BRINGING_NAME).exists()
+    assert not (root / BRINGING_NAME).exists()
+
+
+def test_what_a_killed_start_had_brought_goes_once_another_save_is_brought(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "first", (1, 2), url)
+    saves = {save.step: save for save in whole(tmp_path / "first").values()}
+    root = tmp_path / "second"
+    (root / names.CONTROL_DIR).mkdir(parents=True)
+    note_brought(root, saves[2].save_id)
+    mine = root / names.tmp_name("dcp_000002", saves[2].save_id)
+    mine.mkdir()
+    with running(root, url) as manager:
+        assert mine.exists()
+        start = manager.resume(new_state(), policy=1)
+        assert start is not None
+        assert start.step == 1
+    assert leftovers(root) == []
+    assert not mine.exists()
 
 
 def test_a_broken_list_on_an_optional_mirror_does_not_stop_a_start(tmp_path: Path, url: str) -> None:

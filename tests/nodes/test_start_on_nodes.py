@@ -9,6 +9,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.core.names import EVENTS_NAME
 from ckptmirror.flow.drain import drain
+from ckptmirror.flow.start import gather
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import leftovers
@@ -100,6 +102,26 @@ def test_a_file_that_a_node_may_not_open_comes_from_the_mirror_or_is_named(mirro
         path = tmp_path / "b/dcp_000002/__1_0.distcp"
         assert f"rank 1 on node 1: {path} cannot be opened: Permission denied" in found[0].failed
         expect(replace(job, steps=()).run(), 2, "disk", first[0])
+
+
+def resume_with_errors_once(rank: int, job: Job) -> Found:
+    """Take part where the first read of a file that is sent to another node fails."""
+    fails = [OSError(errno.EIO, os.strerror(errno.EIO))]
+
+    class Failing(FileIO):
+        def readinto(self, buffer: Any, /) -> int | None:
+            if fails and rank == 0:
+                raise fails.pop()
+            return super().readinto(buffer)
+
+    gather.FileIO = Failing  # type: ignore[misc]
+    return take_part(rank, job)
+
+
+def test_a_file_that_cannot_be_read_once_while_it_is_sent_costs_no_save(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",))
+    first = job.run()
+    expect(replace(job, steps=()).run(resume_with_errors_once), 2, "disk", first[0])
 
 
 def test_what_is_damaged_on_the_only_node_that_has_it_is_named_as_it_is_there(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError
-from ckptmirror.core.model import Meta
+from ckptmirror.core.model import Meta, new_id
 from ckptmirror.flow.fetch.destination import Destination
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
@@ -58,6 +58,7 @@ __all__ = [
     "being_brought",
     "carry_on",
     "forget_brought",
+    "note_brought",
     "reconcile",
     "renew_records",
 ]
@@ -246,6 +247,17 @@ def _finish_replacement(root: Path, staged: Meta) -> None:
     place = Destination(root, staged.step, replaces=staged.save_id, own_root=True)
     if any(meta.save_id == staged.save_id for meta in place.trashed_metas()):
         place.finish_replacing()
+
+
+def note_brought(root: Path, save_id: str) -> None:
+    """Note that a start begins to bring a save: if it is killed, the next one continues with the temporaries.
+
+    Those of another save, which an earlier start noted, are removed.
+    """
+    if being_brought(root) not in (None, save_id):
+        forget_brought(root)
+    note = json.dumps({"save_id": save_id}).encode()
+    files.write_bytes(root / BRINGING_NAME, note, save_id=new_id(), replace=True)
 
 
 def forget_brought(root: Path) -> None:

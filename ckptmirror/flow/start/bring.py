@@ -8,7 +8,6 @@ Rules:
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,13 +47,12 @@ from ckptmirror.core.uncommitted import PartsThere, parts_there
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache, local_catalog
-from ckptmirror.flow.retention.reconcile import BRINGING_NAME, renew_records
+from ckptmirror.flow.retention.reconcile import note_brought, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
-from ckptmirror.local import files
 
 __all__ = ["Bringer", "Proposal", "keeps_part"]
 
@@ -373,8 +371,7 @@ class Bringer:
         """
         node = self._node
         mirror = next(mirror for mirror in node.mirrors if mirror.url == move.place)
-        note = json.dumps({"save_id": meta.save_id}).encode()
-        files.write_bytes(node.root / BRINGING_NAME, note, save_id=new_id(), replace=True)
+        note_brought(node.root, meta.save_id)
         try:
             staged = stage_save(
                 mirror,

@@ -22,7 +22,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull
-from ckptmirror.core.model import Artifact, Kind, Meta, new_id
+from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Holding, Transfer
 from ckptmirror.core.tensor_lists import is_list, is_proof
@@ -43,9 +42,9 @@ from ckptmirror.flow.fetch.staging import check_space, incoming_of
 from ckptmirror.flow.places.catalog import local_catalog, objects_of
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.trash import empty_trash
-from ckptmirror.flow.retention.reconcile import BRINGING_NAME
+from ckptmirror.flow.retention.reconcile import note_brought
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
-from ckptmirror.local import files, trash
+from ckptmirror.local import trash
 from ckptmirror.local.checksummed_writer import create_temporary
 from ckptmirror.local.checksums import verify_file
 from ckptmirror.local.direct_io import open_regular
@@ -161,8 +160,7 @@ class View:
         Raises:
             CkptMirrorError: The disk cannot be used.
         """
-        note = json.dumps({"save_id": self._meta.save_id}).encode()
-        files.write_bytes(self._root / BRINGING_NAME, note, save_id=new_id(), replace=True)
+        note_brought(self._root, self._meta.save_id)
         with explained("make", self.path):
             make_own_dir(self.path)
             for path in self._files:
@@ -388,6 +386,7 @@ def _send(channel: Ranks, path: Path, to: int, pieces: Iterable[memoryview]) -> 
                 failures.append(error)
             except OSError as error:
                 failures.append(disk_error(error, "read", path))
+                failures[-1].__cause__ = error
             channel.send(piece, to)
     return failures
 
@@ -422,4 +421,6 @@ def _gathered(error: CkptMirrorError) -> Gathered:
     """Return what an error means for the copy that was being gathered."""
     if isinstance(error, LocalStorageFull):
         return Gathered(Result.NO_ROOM, error)
+    if isinstance(error, IntegrityError) and is_not_readable_now(error.__cause__):
+        return Gathered(Result.UNREADABLE, error)
     return Gathered(Result.BROKEN if isinstance(error, IntegrityError) else Result.NOT_BROUGHT, error)
