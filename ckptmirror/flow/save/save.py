@@ -104,7 +104,8 @@ class Saver:
         self.attempt = attempt
         self.last_step = -1
         self.before_first: Callable[[TrainState], None] | None = None
-        self._number = 0
+        self._number = 0  # the greatest that this rank has given, or heard of
+        self._last = (0, 0)  # number and step of the last save: equal on all ranks
         self._ranks = ranks
         self._bus = bus
         self._leader = leader
@@ -112,7 +113,6 @@ class Saver:
         self._stages = stages
         self._before_each = before_each
         self._copier: HostCopier | None = None
-        self._snapshot: tuple[int, int] | None = None  # step and number of the last emergency snapshot
         self._in_flight: SaveHandle | None = None
         self._turn_lock = TurnLock()
         self._stall_detector = StallDetector()
@@ -138,7 +138,8 @@ class Saver:
         handle = SaveHandle(request.step, request.kinds)
         request = replace(request, number=self._number + 1)
         # Python raises KeyboardInterrupt at calls: there is none between taking the number and the try.
-        self._number, earlier, self._in_flight = request.number, self._in_flight, handle
+        self._number, self._last = request.number, (request.number, request.step)
+        earlier, self._in_flight = self._in_flight, handle
         try:
             copied = self._prepare(request, state, earlier)
             handle.copied()
@@ -197,7 +198,7 @@ class Saver:
         from ckptmirror.formats.capture import capture
 
         def agree(found: BaseException | None) -> None:
-            what = f"capture {'+'.join(request.kinds)} for save {request.number}"
+            what = f"capture {'+'.join(request.kinds)} for a save"
             self._ranks.exchange(None, what=what, error=failure or found)
 
         try:
@@ -248,19 +249,16 @@ class Saver:
         except CkptMirrorError as error:
             _log.warning("the memory for the first save was not allocated in advance: %s", error)
 
-    def next_number(self) -> int:
-        """Take the number of the next save of this attempt."""
-        self._number += 1
-        return self._number
-
     def number_of_snapshot(self, step: int) -> int:
-        """Take the number of an emergency snapshot; if the last number was taken for one of this step, that one.
+        """Take the number of an emergency snapshot, which follows from its step and the last save alone.
 
-        So a rank that tries again makes its part of the same snapshot as the others.
+        So ranks that ask no other give one number to their parts, also where one tries again, or did not take part in
+        an earlier snapshot.
         """
-        if self._snapshot != (step, self._number):
-            self._snapshot = step, self.next_number()
-        return self._number
+        number, at = self._last
+        number += 1 + max(0, step - at)
+        self._number = max(self._number, number)
+        return number
 
     def wait_over(self, timeout_s: float) -> None:
         """Wait until no save is in flight, and raise a failure that no caller has seen."""
@@ -324,7 +322,7 @@ class Saver:
         context: WriteContext | None = None
         try:
             try:
-                context, copied = self._agree(request, copied)
+                context, copied, request = self._agree(request, copied)
                 handle.save_id = context.save_id
                 artifacts = self._write_all(copied, context)
                 meta = self._commit(handle, request, copied, context, artifacts)
@@ -369,8 +367,11 @@ class Saver:
                 self._skipped.append(handle)
             handle.fail(error)
 
-    def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied]:
-        """Do the first exchange: ranks check that they save the same, and share rank 0's save id and the node's tag."""
+    def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied, SaveRequest]:
+        """Do the first exchange: ranks check that they save the same, and share rank 0's save id and the node's tag.
+
+        The save gets the greatest number of all: a rank may have taken a snapshot alone.
+        """
         save_id = new_id()
         free = True
         failure = copied if isinstance(copied, BaseException) else None
@@ -390,15 +391,19 @@ class Saver:
                 self._said(copied),
                 self._ranks.lost_torch_group,
             ),
-            what=f"agree on a save (number {request.number})",
+            what="agree on a save",
             error=failure,
         )
         assert isinstance(copied, Copied)
+        number = max(plan.number for plan in plans)
+        if number != request.number:
+            request = replace(request, number=number)
+            self._number, self._last = max(self._number, number), (number, request.step)
         if any(plan.is_cut for plan in plans):
             exchange_result(self._ranks, self._ranks.renew_torch_group, what="connect the ranks again for a save")
         if self._ranks.is_leader and plans[0].said is not None:
             copied = replace(copied, said=plans[0].said)
-        return agreed_context(plans, self.root, self._ranks, self._stages), copied
+        return agreed_context(plans, self.root, self._ranks, self._stages), copied, request
 
     def _said(self, copied: Copied | BaseException) -> SaveMetadata | None:
         is_for_all = self._ranks.nodes > 1 and self._ranks.rank == 0

@@ -138,10 +138,10 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stag
 
     rank, ours = ranks.rank, plans[ranks.rank]
     for other, theirs in enumerate(plans):
-        if (theirs.step, theirs.kinds, theirs.number) != (ours.step, ours.kinds, ours.number):
+        if (theirs.step, theirs.kinds) != (ours.step, ours.kinds):
             raise RankFailed(
-                f"Rank {other} saves step {theirs.step} {theirs.kinds} as its save {theirs.number}, while rank "
-                f"{rank} saves step {ours.step} {ours.kinds} as its save {ours.number}.",
+                f"Rank {other} saves step {theirs.step} {theirs.kinds}, while rank {rank} saves step {ours.step} "
+                f"{ours.kinds}.",
                 hint="Call save() with the same step and kinds on every rank.",
             )
     if _differ([plan.holds.parameters for plan in plans], stages):
