@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _RUNNING = "running"
+_NAMED = 8  # as many steps are named
 _COLUMNS = (
     *SAVE_COLUMNS[:-1],
     Column("SAVE", 8, only_for_people=True),
@@ -149,7 +150,12 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
     if not status.saves:
         none = "no save here is whole" if status.problems else "nothing is saved here yet"
         return None, f"{none}, and nothing waits for a mirror"
-    return None, "safe: every save is verified on every required mirror"
+    safe = "safe: every save is verified on every required mirror"
+    if left_off := [line for line in status.saves if line.without and line.standing == "current"]:
+        steps = ", ".join(str(line.step) for line in left_off[-_NAMED:])
+        url, why = next(iter(left_off[-1].without.items()))
+        return None, f"{safe} that gets it; not on {url}: step {steps} ({plain_reason(why)})"
+    return None, safe
 
 
 def _is_apart(one: Path, other: Path) -> bool:
@@ -162,6 +168,7 @@ def _is_apart(one: Path, other: Path) -> bool:
 
 def _cells(line: SaveLine) -> list[Cell]:
     open_on = "; ".join(f"{url}: {plain_reason(why)}" for url, why in line.waiting.items())
+    safe = ", not on ".join(["safe", *line.without])
     return [
         str(line.step),
         "+".join(line.kinds),
@@ -169,7 +176,7 @@ def _cells(line: SaveLine) -> list[Cell]:
         (line.standing, standing_style(line.standing)),
         line.save_id[:8],
         age_text(line.created_at_utc),
-        ("safe", "green") if line.safe else (open_on or "local only", "red"),
+        (safe, "green") if line.safe else (open_on or "local only", "red"),
     ]
 
 
@@ -243,6 +250,7 @@ def _facts(status: Status) -> dict[str, Any]:
                 "size_bytes": line.size_bytes,
                 "standing": line.standing,
                 "safe": line.safe,
+                "without": dict(line.without),
                 "waiting": dict(line.waiting),
             }
             for line in status.saves

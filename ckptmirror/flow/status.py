@@ -48,8 +48,11 @@ class SaveLine:
 
     Attributes:
         standing: ``current``, ``replaced``, ``superseded`` or ``unknown``.
-        safe: Whether it is verified and committed on every required mirror (False if there is no mirror).
+        safe: Whether it is verified and committed on every required mirror that can have it (False if there is no
+            mirror).
         waiting: ``mirror: why`` for each required mirror that does not have it yet.
+        without: ``mirror: why`` for each required mirror that does not get it: it has a tombstone of it, or the part of
+            a node is lost.
         created_at_utc: When it was committed here, for people.
         quarantined: Why a start goes back past it: starts failed from it in a row. "": it is not quarantined.
         nodes: How many nodes wrote it.
@@ -65,6 +68,7 @@ class SaveLine:
     created_at_utc: str = ""
     quarantined: str = ""
     nodes: int = 1
+    without: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -297,6 +301,7 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
                 created_at_utc=meta.created_at_utc,
                 quarantined=quarantined.get(meta.save_id, ""),
                 nodes=meta.nodes,
+                without=_without(by_save.get(meta.save_id, []), required),
             )
         )
     unsafe = [record for record in records if record.mirror in required and record.state in WAITING]
@@ -343,6 +348,13 @@ def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:
     found = trainer.get("skipped")
     entries = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
     return [(one["step"], str(one.get("reason"))) for one in entries if type(one.get("step")) is int]
+
+
+def _without(records: list[UploadRecord], required: list[str]) -> dict[str, str]:
+    """Say, for each required mirror that does not get a save, why."""
+    of_metas = [record for record in records if record.role == "meta" and record.mirror in required]
+    states = (RecordState.SKIPPED, RecordState.REMOVED)
+    return {record.mirror: record.reason or record.state.value for record in of_metas if record.state in states}
 
 
 def _waiting(

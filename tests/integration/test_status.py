@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.status import read_status
 from tests.kit.cli import run as cli
-from tests.kit.roots import fail_uploads, make_pending
+from tests.kit.roots import MirroredRoot, fail_uploads, make_pending
 from tests.kit.training import new_state, running, saved_run
 
 
@@ -79,3 +80,26 @@ def test_the_exit_code_of_status_is_0_where_nothing_is_saved_yet(tmp_path: Path)
     with running(tmp_path / "root", f"file://{tmp_path}/mirror") as manager:
         manager.resume(new_state())
     assert code(tmp_path / "root") == 0
+
+
+def test_a_required_mirror_that_does_not_get_a_save_is_named(tmp_path: Path) -> None:
+    """Its part of another node is lost, say: nothing waits for it, and there is one copy less than a person thinks."""
+    one, two = (f"file://{tmp_path}/{name}" for name in ("one", "two"))
+    place = MirroredRoot(tmp_path / "root", [one, two])
+    place.commit(100)
+    place.upload()
+    left_out = place.commit(200)
+    place.table.skip(left_out.save_id, "no disk of this job has the rest", mirror=two)
+    place.upload()
+    first, *_ = cli("status", "--root", place.root).stdout.splitlines()
+    assert first == (
+        f"safe: every save is verified on every required mirror that gets it; not on {two}: step 200 (no disk of this "
+        "job has the rest)"
+    )
+    assert f"safe, not on {two}" in cli("status", "--root", place.root).stdout
+    lines = json.loads(cli("status", "--root", place.root, "--json").stdout)["saves"]
+    assert [(line["step"], line["safe"], list(line["without"])) for line in lines] == [
+        (100, True, []),
+        (200, True, [two]),
+    ]
+    place.close()

@@ -375,6 +375,18 @@ def test_no_rank_waits_for_the_part_of_a_node_that_is_gone(tmp_path: Path) -> No
         assert (one.step, one.failed) == (1, "")
 
 
+def test_a_rewind_on_one_node_says_what_it_leaves_behind_of_which_that_disk_has_a_part(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",)).run()
+    (tmp_path / "empty").mkdir()
+    said = run(
+        "rewind", "--root", tmp_path / "b", "--mirror", f"file://{tmp_path}/empty", "--scratch", "--dry-run"
+    ).stdout
+    assert [line.split()[:3] for line in said.splitlines() if "supersede" in line] == [
+        ["supersede", "step", "1"],
+        ["supersede", "step", "2"],
+    ]
+
+
 def test_nobody_waits_until_a_new_mirror_has_the_part_of_a_node_that_is_gone(tmp_path: Path) -> None:
     """The save that all began from is whole on the mirror that was there before."""
     Job(tmp_path, "ab", (1,)).run()

@@ -173,17 +173,22 @@ def _needs_all_nodes(root: Path, reference: int | str, step: int, why: str) -> C
 
 
 def _fork(seen: Survey, move: Try | Scratch) -> Fork:
-    """What an attempt from a save, or from step 0, would change among all saves that a meta names, whole or not."""
+    """What an attempt from a save, or from step 0, would change among all saves that a meta names, whole or not.
+
+    Those of several nodes count by their part on this disk: the other nodes may have the rest.
+    """
     counted = count(seen.evidence)
-    facts = {save.save_id: save for save in counted.saves}
+    parts = [part.save for part in seen.evidence.disk.parts if not part.is_given_up]
+    facts = {save.save_id: save for save in (*parts, *counted.saves)}
+    counting = {*counted.counting, *(save.attempt for save in parts if save.attempt in counted.known)}
     for problem in (one for row in seen.evidence.answering() for one in row.problems if one.is_save):
         if problem.save is not None:
             facts.setdefault(problem.save.save_id, problem.save)
     if isinstance(move, Scratch):
-        return fork_at(list(counted.known.values()), list(facts.values()), None, counted.counting)
+        return fork_at(list(counted.known.values()), list(facts.values()), None, counting)
     meta = seen.metas[(move.save.save_id, move.place)]
     attempts = [*counted.known.values(), *move.adopt]
-    return fork_at(attempts, list(facts.values()), meta.ref, counted.counting)
+    return fork_at(attempts, list(facts.values()), meta.ref, counting)
 
 
 def rewind(
