@@ -37,7 +37,7 @@ from ckptmirror.local.file_systems import refuse_fuse, refuse_network_place
 from ckptmirror.local.storage_errors import permitted
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
-__all__ = ["check_place", "note_place", "open_known_table", "open_table", "table_path"]
+__all__ = ["check_place", "is_mirror", "note_place", "open_known_table", "open_table", "table_path"]
 
 _NOTE_LIMIT_BYTES = 64 * 1024
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # of Linux
@@ -94,10 +94,12 @@ def check_place(root: Path, state_dir: Path | None = None) -> None:
     If the table is outside the root, check also that the root still has its saves.
 
     Raises:
+        NoTable: The root is a mirror.
         ConfigError: The root is under FUSE, or the table would be created on a network file system.
         Temporary: The root is not mounted now.
         ForeignTable: The table is another root's.
     """
+    check_is_no_mirror(root)
     refuse_fuse(root)
     path = table_path(root, state_dir)
     if not path.exists():
@@ -109,6 +111,25 @@ def check_place(root: Path, state_dir: Path | None = None) -> None:
         UploadsTable.open(path, read_only=True) as table,
     ):
         table.check_root(root)
+
+
+def is_mirror(directory: Path) -> bool:
+    """Whether a directory is a mirror, and no trainer saves to it."""
+    return (directory / names.WRITER_NAME).is_file() and not (directory / names.ATTEMPTS_NAME).exists()
+
+
+def check_is_no_mirror(root: Path) -> None:
+    """Check that a directory that should be a root is not a mirror: a rotation would delete the copies there.
+
+    Raises:
+        NoTable: It is one.
+    """
+    if is_mirror(root):
+        raise NoTable(
+            f"{root} is a mirror, not a directory that a trainer saves to.",
+            hint=f"`ckptmirror ls {quote(str(root))}` lists what it has, and a start on an empty root with this mirror "
+            f"brings it. If it is a copy of a mirror that no run uses, delete {names.WRITER_NAME} in it first.",
+        )
 
 
 def open_table(root: Path, state_dir: Path | None = None, clock: LeaseClock | None = None) -> UploadsTable:
@@ -179,6 +200,7 @@ def _known_path(root: Path, state_dir: Path | None) -> Path:
     Raises:
         NoTable: There is none; the message says what the directory is instead.
     """
+    check_is_no_mirror(root)
     path = table_path(root, state_dir)
     if path.exists():
         return path
@@ -186,11 +208,6 @@ def _known_path(root: Path, state_dir: Path | None) -> Path:
         raise _not_here(root, note, "there is none here.")
     if not root.is_dir():
         raise NoTable(f"{root} does not exist.")
-    if (root / names.WRITER_NAME).exists():
-        raise NoTable(
-            f"{root} is a mirror, not a directory that a trainer saves to.",
-            hint=f"`ckptmirror ls {quote(str(root))}` lists what it has.",
-        )
     if any(root.glob("meta_*.json")):
         raise NoTable(
             f"{root} has saves, but no pending-uploads table.",

@@ -87,7 +87,8 @@ ROWS = [
     ("push {empty} {url}", 3, "holds no whole save", SAVES_TO),
     ("verify {empty}", 3, "holds no saves", "Check the directory or the URL."),
     ("status {url}", 2, "must be the path of a directory", "Write the path alone"),
-    ("status m/mirror", 10, "is a mirror, not a directory that a trainer saves to", "ckptmirror ls"),
+    *((f"{verb} --root m/mirror{more}", 10, "is a mirror, not a directory that a trainer saves to", "ckptmirror ls")
+      for verb, more in (("status", ""), ("drain", ""), ("push", " --mirror {url}"), ("rotate", " --keep-last 1"))),
     # a mirror that is written wrong, or is not there
     ("stage gs:/bucket/run --step 1", 10, "'gs:/bucket/run' is not a URL or an absolute path", "Write gs://bucket/run."),
     ("push {root} bucket/run", 10, "'bucket/run' is not a URL or an absolute path", "Write gs://bucket/run"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror.core.errors import CheckpointNotFound, ConfigError, Temporary
+from ckptmirror import CheckpointManager
+from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable, Temporary
 from ckptmirror.core.model import Meta
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain, push
@@ -23,7 +24,7 @@ from ckptmirror.local.uploads import MirrorRow, UploadsTable
 from ckptmirror.stores import open_store
 from tests.kit.cli import run
 from tests.kit.mirrors import memory_url
-from tests.kit.roots import MirroredRoot
+from tests.kit.roots import MirroredRoot, content
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
 from tests.kit.training import new_state, running, saved_run
 
@@ -254,3 +255,20 @@ def test_a_rewind_finds_what_only_a_mirror_has_that_was_pushed_to_and_status_nam
     assert json.loads(run("status", "--root", root, "--json").stdout)["mirrors"] == [
         {"url": url, "required": False, "pushed": True}
     ]
+
+
+def test_a_mirror_is_no_root_even_if_somebody_pushed_from_it_before(tmp_path: Path) -> None:
+    """Then a rotation would delete there what the run has nowhere else."""
+    mirror, other = tmp_path / "mirror", f"file://{tmp_path}/other"
+    saved_run(tmp_path / "root", (1, 2), f"file://{mirror}")
+    before = content(mirror)
+    (mirror / ".ckptmirror").mkdir()
+    UploadsTable.open(table_path(mirror), create=True).close()
+    for verb in (["push", "--mirror", other], ["rotate", "--keep-last", "1"], ["rewind", "--step", "1"], ["drain"]):
+        ended = run(verb[0], "--root", mirror, *verb[1:])
+        assert ended.returncode == 10
+        assert "is a mirror, not a directory that a trainer saves to" in ended.stderr
+    with pytest.raises(NoTable, match="is a mirror"):
+        CheckpointManager(mirror, [other])
+    shutil.rmtree(mirror / ".ckptmirror")
+    assert content(mirror) == before

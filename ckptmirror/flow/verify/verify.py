@@ -33,7 +33,6 @@ from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, Verdict, delete_command, kinds_to_stage, outcome, repair_command, worst
 from ckptmirror.flow.fetch.blocks import FileToRead, ObjectToRead, read_all
-from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
@@ -41,6 +40,7 @@ from ckptmirror.flow.verify.contents import check_contents
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.flow.verify.table_feedback import Table
 from ckptmirror.flow.verify.tensors import TensorsFound, are_elsewhere, check_tensors
+from ckptmirror.local.table_place import is_mirror
 from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
@@ -130,7 +130,7 @@ def target_of(reference: str) -> Target:
     if not isinstance(located.place, Path):
         return Target(mirrors=(located.place,), name=located.name)
     path = located.place
-    if not located.name and (path / names.WRITER_NAME).is_file() and not is_training_root(path):
+    if not located.name and is_mirror(path):
         return Target(mirrors=(str(path),))  # a mirror on this machine: objects there may have other names
     return Target(root=path, name=located.name)
 
