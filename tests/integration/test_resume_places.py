@@ -185,7 +185,7 @@ def test_what_a_killed_start_had_brought_goes_once_another_save_is_brought(tmp_p
     saves = {save.step: save for save in whole(tmp_path / "first").values()}
     root = tmp_path / "second"
     (root / names.CONTROL_DIR).mkdir(parents=True)
-    note_brought(root, saves[2].save_id)
+    note_brought(root, saves[2].save_id, beside=False)
     mine = root / names.tmp_name("dcp_000002", saves[2].save_id)
     mine.mkdir()
     with running(root, url) as manager:

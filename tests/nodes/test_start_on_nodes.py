@@ -20,7 +20,7 @@ from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.core.names import EVENTS_NAME
 from ckptmirror.flow.drain import drain
-from ckptmirror.flow.start import gather
+from ckptmirror.flow.start import gather, resume
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import leftovers
@@ -122,6 +122,31 @@ def test_a_file_that_cannot_be_read_once_while_it_is_sent_costs_no_save(tmp_path
     job = Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",))
     first = job.run()
     expect(replace(job, steps=()).run(resume_with_errors_once), 2, "disk", first[0])
+
+
+def fail_to_load(rank: int, job: Job) -> str:
+    """A start that fails in the load, for a reason of its own."""
+
+    def load(*_: Any) -> Any:
+        raise RuntimeError("the load failed")
+
+    if rank == 1:
+        resume.load_kind = load
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], kinds=job.kinds, timeout_s=WAIT_S)
+    try:
+        manager.resume(built(job.wrapped))
+    except Exception as error:  # noqa: BLE001
+        return str(error)
+    finally:
+        manager.close(timeout_s=0.0)
+    return ""
+
+
+def test_after_a_start_that_failed_the_copy_on_the_disk_comes_first_again(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, 2), kinds=("dcp",))
+    first = job.run()
+    assert all("the load failed" in said for said in replace(job, steps=()).run(fail_to_load))
+    expect(replace(job, steps=()).run(), 2, "disk", first[0])
 
 
 def test_what_is_damaged_on_the_only_node_that_has_it_is_named_as_it_is_there(tmp_path: Path) -> None:

@@ -249,14 +249,17 @@ def _finish_replacement(root: Path, staged: Meta) -> None:
         place.finish_replacing()
 
 
-def note_brought(root: Path, save_id: str) -> None:
+def note_brought(root: Path, save_id: str, *, beside: bool) -> None:
     """Note that a start begins to bring a save: if it is killed, the next one continues with the temporaries.
 
     Those of another save, which an earlier start noted, are removed.
+
+    Args:
+        beside: Whether it is gathered beside a copy that the root may have, which it does not change.
     """
     if being_brought(root) not in (None, save_id):
         forget_brought(root)
-    note = json.dumps({"save_id": save_id}).encode()
+    note = json.dumps({"save_id": save_id, "beside": beside}).encode()
     files.write_bytes(root / BRINGING_NAME, note, save_id=new_id(), replace=True)
 
 
@@ -272,13 +275,18 @@ def forget_brought(root: Path) -> None:
         empty_trash(root)
 
 
-def being_brought(root: Path) -> str | None:
-    """Return the save that a start was bringing from a mirror when it was killed; its temporaries are kept."""
+def being_brought(root: Path, *, in_place: bool = False) -> str | None:
+    """Return the save that a start was bringing when it was killed; its temporaries are kept.
+
+    Args:
+        in_place: Only one that takes the place of a copy in the root.
+    """
     try:
         note = json.loads(files.read_limited(root / BRINGING_NAME, 4096))
     except (FileNotFoundError, ValueError, RecursionError, IntegrityError):
         return None
-    save_id = note.get("save_id") if isinstance(note, dict) else None
+    is_wanted = isinstance(note, dict) and not (in_place and note.get("beside") is True)
+    save_id = note.get("save_id") if is_wanted else None
     return save_id if isinstance(save_id, str) and len(save_id) == 32 else None
 
 

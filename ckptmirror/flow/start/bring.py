@@ -371,7 +371,7 @@ class Bringer:
         """
         node = self._node
         mirror = next(mirror for mirror in node.mirrors if mirror.url == move.place)
-        note_brought(node.root, meta.save_id)
+        note_brought(node.root, meta.save_id, beside=False)
         try:
             staged = stage_save(
                 mirror,

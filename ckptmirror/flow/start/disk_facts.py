@@ -35,7 +35,7 @@ class DiskFacts:
         run_id: The run that the list names, or else its saves; None if neither does.
         catalog: The saves and parts on it.
         identity: The root's.
-        bringing: The save that an earlier start was bringing when it was killed.
+        bringing: The save that an earlier start was bringing, in the place of a copy here, when it was killed.
         met: The attempts that fenced one of this root.
         saves: Every save that its table knows.
         metas_moved: What the table has of the past of metas, oldest first.
@@ -88,7 +88,7 @@ def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> Di
     run_id = rebuilt.run_id if rebuilt is not None else None
     met = met_here(root, run_id) if run_id is not None else AttemptList("")
     signs = health_here(root, run_id).signs if run_id is not None else {}
-    bringing = being_brought(root)
+    bringing = being_brought(root, in_place=True)
     if table is None:
         return DiskFacts(attempts, listed, why, run_id, catalog, identity, bringing, met, signs=signs)
     records = table.records()

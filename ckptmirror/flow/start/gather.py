@@ -160,7 +160,7 @@ class View:
         Raises:
             CkptMirrorError: The disk cannot be used.
         """
-        note_brought(self._root, self._meta.save_id)
+        note_brought(self._root, self._meta.save_id, beside=True)
         with explained("make", self.path):
             make_own_dir(self.path)
             for path in self._files:
