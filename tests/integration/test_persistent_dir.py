@@ -391,7 +391,7 @@ def test_a_meta_that_names_no_files_is_no_snapshot(place: Place) -> None:
 def test_a_disk_without_room_is_rotated_first(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.snapshot(5, place.mirror)
     shutil.rmtree(place.root)
-    rotated = []
+    rotated: list[set[str]] = []
     bring = persistent_dir.bring_snapshot
 
     def bring_once_there_is_room(*given: Any) -> None:
@@ -399,14 +399,15 @@ def test_a_disk_without_room_is_rotated_first(place: Place, monkeypatch: pytest.
             raise LocalStorageFull("no room")
         bring(*given)
 
-    def rotate(node: Node) -> Any:
-        rotated.append(node)
+    def rotate(_: Node, in_use: set[str]) -> Any:
+        rotated.append(in_use)
         return SimpleNamespace(deleted=((1, "a save"),))
 
     monkeypatch.setattr(bringing, "bring_snapshot", bring_once_there_is_room)
     monkeypatch.setattr(Node, "rotate", rotate)
     assert place.start(place.mirror)[0] == 5
-    assert len(rotated) == 1
+    (meta,) = snapshots_in(place.kept).values()
+    assert rotated == [{meta.save_id}]
 
 
 def test_a_directory_that_was_not_there_any_more_is_said(place: Place) -> None:

@@ -461,3 +461,15 @@ def test_the_reason_of_a_deletion_names_the_mirror_that_is_left_without_the_save
     assert place.rotate().deleted == ((100, old.save_id),)
     (reason,) = [event.reason for event in place.events if isinstance(event, events.SaveRotated)]
     assert reason == f"policy does not keep it; every other required mirror has it; {second} is left without it"
+
+
+def test_a_rotation_of_a_start_without_room_leaves_what_it_is_about_to_continue_from(
+    tmp_path: Path,
+) -> None:
+    place = MirroredRoot(tmp_path / "root", [f"file://{tmp_path}/mirror"])
+    metas = [place.commit(step) for step in (100, 200, 300)]
+    place.upload()
+    assert place.rotate(in_use={metas[1].save_id}).deleted == ((100, metas[0].save_id),)
+    assert place.has(metas[1])
+    assert place.rotate().deleted == ((200, metas[1].save_id),)
+    place.close()

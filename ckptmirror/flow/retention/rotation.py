@@ -135,6 +135,7 @@ def rotate(
     persistent_dir: Path | None = None,
     abandoned: Collection[str] = frozenset(),
     make_room: bool = False,
+    in_use: Collection[str] = frozenset(),
 ) -> RotationReport:
     """Delete the saves that the plan names and the mirrors confirm, now, without waiting for uploads.
 
@@ -150,6 +151,7 @@ def rotate(
         persistent_dir: The directory with copies of emergency snapshots.
         abandoned: Saves of which this disk has a part, and which are whole nowhere.
         make_room: Also delete saves early while the disk has no room for the next one. Only a running trainer does.
+        in_use: Saves that a start is about to continue from.
 
     Raises:
         WaitTimeout: Another rotation of this root does not end.
@@ -161,6 +163,7 @@ def rotate(
         if persistent_dir is not None and snapshots and not dry_run:
             _empty_trash_of(persistent_dir)
         statuses, metas = gather(root, table, mirrors, attempts, copies)
+        statuses = [replace(one, in_use=one.save_id in in_use) for one in statuses]
         plan = plan_rotation(statuses, retention, abandoned=abandoned)
         rotation = _Rotation(
             root,

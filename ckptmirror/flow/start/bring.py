@@ -204,8 +204,8 @@ class Bringer:
                         error.hint = f"{'. '.join(waiting)}. Or else: {error.hint}"
                     raise error
                 case MakeRoom():
-                    freed = self._freed if self._others else bool(self._node.rotate().deleted)
                     last = self._tried[-1]
+                    freed = self._freed if self._others else bool(self._node.rotate(in_use={last.save_id}).deleted)
                     result = Result.MADE_ROOM if freed else Result.STILL_FULL
                     self._tried.append(Outcome(last.save_id, last.kind, last.place, result, last.reason, last.error))
                 case Scratch():

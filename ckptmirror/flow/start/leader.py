@@ -570,8 +570,8 @@ class Node:
                 _log.debug("%s does not say whether a newer attempt has started: %s", mirror.url, error)
         return True
 
-    def rotate(self, *, dry_run: bool = False) -> RotationReport:
-        """Rotate now, without waiting."""
+    def rotate(self, *, dry_run: bool = False, in_use: Collection[str] = frozenset()) -> RotationReport:
+        """Rotate now, without waiting; ``in_use`` stay: a start is about to continue from one."""
         if not dry_run:
             self._give_up_what_nobody_completes()
         return rotate(
@@ -586,6 +586,7 @@ class Node:
             persistent_dir=self.persistent_dir,
             abandoned=self._abandoned,
             make_room=self._rotation_thread is not None,  # not while a start chooses what it continues from
+            in_use=in_use,
         )
 
     def write_status(self, status: str, **more: object) -> None:

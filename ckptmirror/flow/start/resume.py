@@ -220,7 +220,7 @@ def _load_first_sound(
             load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
             report = _load_together(functools.partial(load, prepared), ranks, verified, state, options)
         except _CannotUse as found:
-            freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node)
+            freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node, proposal.meta)
             if bringer is not None:
                 bringer.reject(proposal, found.reason, found.result, found.error, freed=freed)
             if proposal.gathered and found.result is not Result.NOT_BROUGHT:
@@ -380,14 +380,14 @@ def _fetch(
     return _meet_until_done(ranks, fetch if node is not None else None, node, "fetch a save")
 
 
-def _rotate_all(ranks: Ranks, node: Node | None) -> bool:
+def _rotate_all(ranks: Ranks, node: Node | None, meta: Meta) -> bool:
     """Rotate on each node, since any may be the one that has no room; return whether that freed space."""
-    rotate = functools.partial(_rotated, node) if node is not None else None
+    rotate = functools.partial(_rotated, node, meta) if node is not None else None
     return any(_meet_until_done(ranks, rotate, node, "make room").values())
 
 
-def _rotated(node: Node) -> bool:
-    return bool(node.rotate().deleted)
+def _rotated(node: Node, meta: Meta) -> bool:
+    return bool(node.rotate(in_use={meta.save_id}).deleted)
 
 
 def _discard_all(root: Path, ranks: Ranks, node: Node | None, meta: Meta) -> None:
