@@ -272,3 +272,16 @@ def test_a_mirror_is_no_root_even_if_somebody_pushed_from_it_before(tmp_path: Pa
         CheckpointManager(mirror, [other])
     shutil.rmtree(mirror / ".ckptmirror")
     assert content(mirror) == before
+
+
+@pytest.mark.parametrize("below", ["", "copies/of/step_1"])
+def test_nothing_is_staged_into_another_mirror(below: str, tmp_path: Path) -> None:
+    """It would take the name of the run's own meta there, and lack files."""
+    url, other = (f"file://{tmp_path}/{name}" for name in ("mirror", "other"))
+    saved_run(tmp_path / "root", (1,), url)
+    assert run("push", "--root", tmp_path / "root", "--mirror", other).returncode == 0
+    before = content(tmp_path / "other")
+    ended = run("stage", url, "--step", "1", "--kind", "dcp", "--dest", tmp_path / "other" / below)
+    assert ended.returncode == 10
+    assert "is a mirror" in ended.stderr
+    assert content(tmp_path / "other") == before

@@ -37,6 +37,7 @@ from ckptmirror.core.sealed_json import open_sealed, seal
 from ckptmirror.local import files
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.save_logger import save_logger
+from ckptmirror.local.table_place import is_mirror
 from ckptmirror.local.uploads import MirrorRow, UploadsTable
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
@@ -336,14 +337,21 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
 
 
 def check_destination(dest: Path, mirror: Mirror) -> None:
-    """Refuse to stage from a mirror into itself: the staged files would be among its objects.
+    """Refuse to stage into a mirror, this one or another: the staged files would be among its objects.
 
     Raises:
-        ConfigError: ``dest`` is the mirror's directory, or is inside it.
+        ConfigError: ``dest`` is a mirror's directory, or is inside one.
     """
     directory = mirror.store.local_directory
     if directory is not None and _chain_of_mirror(directory)[0] in _chain(dest):
         raise ConfigError(f"{dest} is inside the mirror {mirror.url} itself.", hint="Choose another --dest.")
+    real = dest.resolve()
+    if (other := next((at for at in (real, *real.parents) if is_mirror(at)), None)) is not None:
+        raise ConfigError(
+            f"{dest} is inside {other}, which is a mirror.",
+            hint="Choose another --dest. What a mirror lacks, `ckptmirror drain` sends it, or `ckptmirror push` from a "
+            "copy that `ckptmirror stage --full` made elsewhere.",
+        )
 
 
 _Where = tuple[int, int, tuple[str, ...]]
