@@ -216,6 +216,38 @@ def test_i12_a_disk_that_is_full_at_any_step_of_a_start_costs_no_save(lasting: b
         assert_sound(root)
 
 
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
+def test_i12_an_io_error_at_any_step_of_a_start_that_fetches_costs_no_save(lasting: bool, tmp_path: Path) -> None:
+    """It is this disk's: the mirror's copy is whole, and no older one takes its place."""
+    root, url = tmp_path / "run", f"file://{tmp_path}/mirror"
+    saved_run(root, (1, 2), url, kinds=("model",))
+
+    def start() -> int | None:
+        manager = CheckpointManager(root, [url], kinds=("model",))
+        try:
+            found = manager.resume(new_state())
+            return found.step if found is not None else None
+        finally:
+            with suppress(errors.CkptMirrorError):
+                manager.close(timeout_s=0)
+
+    shutil.rmtree(root)
+    with failing(DiskFault(code=BROKEN, other_than="mirror.")) as counted:
+        assert start() == 2
+    for at in cases(len(counted.labels), 8):
+        shutil.rmtree(root)
+        with failing(DiskFault(at, lasting, BROKEN, other_than="mirror.")) as fault:
+            began: list[int | None] = []
+            failure = outcome(lambda began=began: began.append(start()))
+        if failure is None:
+            assert began == [2], fault.struck
+        else:
+            assert failure.hint
+            assert failure.exit_code in (5, 6, 10), fault.struck
+        assert start() == 2
+
+
 @pytest.mark.parametrize("lasting", [False, True], ids=["full once", "full"])
 @pytest.mark.parametrize("where", ["the root", "the mirror"])
 def test_i12_a_disk_that_is_full_at_any_step_of_a_drain_or_a_rotation_costs_no_save(

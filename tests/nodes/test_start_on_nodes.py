@@ -100,7 +100,7 @@ def test_a_file_that_a_node_may_not_open_comes_from_the_mirror_or_is_named(mirro
         expect(found, 2, "disk", first[0])
     else:
         path = tmp_path / "b/dcp_000002/__1_0.distcp"
-        assert f"rank 1 on node 1: {path} cannot be opened: Permission denied" in found[0].failed
+        assert f"rank 1 on node 1: {path}: it cannot be read: Permission denied" in found[0].failed
         expect(replace(job, steps=()).run(), 2, "disk", first[0])
 
 
@@ -118,10 +118,23 @@ def resume_with_errors_once(rank: int, job: Job) -> Found:
     return take_part(rank, job)
 
 
-def test_a_file_that_cannot_be_read_once_while_it_is_sent_costs_no_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_file_that_cannot_be_read_once_while_it_is_sent_costs_no_save(shares: bool, tmp_path: Path) -> None:
+    """From the disks; and where one node fetches for all from the mirror."""
+    job = Job(tmp_path, "ab", (1, 2), mirrored=shares, kinds=("dcp",), shares=shares)
+    first = job.run()
+    nodes, place = ("cd", job.url) if shares else ("ab", "disk")
+    expect(replace(job, nodes=nodes, steps=()).run(resume_with_errors_once), 2, place, first[0])
+
+
+def test_of_a_damaged_file_and_one_that_cannot_be_read_now_the_second_decides(tmp_path: Path) -> None:
+    """The first is whole on the other node."""
     job = Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",))
     first = job.run()
-    expect(replace(job, steps=()).run(resume_with_errors_once), 2, "disk", first[0])
+    flip_bit(tmp_path / "a/dcp_000002/.metadata")
+    for found in replace(job, steps=()).run(resume_denied):
+        assert "b/dcp_000002/__1_0.distcp: it cannot be read: Permission denied. It may be whole" in found.failed
+    expect(replace(job, steps=()).run(), 2, "disk", first[0])
 
 
 def fail_to_load(rank: int, job: Job) -> str:

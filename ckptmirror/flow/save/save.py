@@ -104,8 +104,7 @@ class Saver:
         self.attempt = attempt
         self.last_step = -1
         self.before_first: Callable[[TrainState], None] | None = None
-        self._number = 0  # the greatest that this rank has given, or heard of
-        self._last = (0, 0)  # number and step of the last save: equal on all ranks
+        self._last = (0, 0)  # number and step of the last save: equal on all ranks that called as often
         self._ranks = ranks
         self._bus = bus
         self._leader = leader
@@ -136,10 +135,9 @@ class Saver:
     def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
-        request = replace(request, number=self._number + 1)
+        request = replace(request, number=self.number_of_snapshot(request.step) + 1)
         # Python raises KeyboardInterrupt at calls: there is none between taking the number and the try.
-        self._number, self._last = request.number, (request.number, request.step)
-        earlier, self._in_flight = self._in_flight, handle
+        self._last, earlier, self._in_flight = (request.number, request.step), self._in_flight, handle
         try:
             copied = self._prepare(request, state, earlier)
             handle.copied()
@@ -250,15 +248,13 @@ class Saver:
             _log.warning("the memory for the first save was not allocated in advance: %s", error)
 
     def number_of_snapshot(self, step: int) -> int:
-        """Take the number of an emergency snapshot, which follows from its step and the last save alone.
+        """Return the number of an emergency snapshot, which follows from its step and the last call of ``save`` alone.
 
         So ranks that ask no other give one number to their parts, also where one tries again, or did not take part in
-        an earlier snapshot.
+        an earlier snapshot. The next save's is greater than that of any snapshot before it.
         """
         number, at = self._last
-        number += 1 + max(0, step - at)
-        self._number = max(self._number, number)
-        return number
+        return number + 1 + max(0, step - at)
 
     def wait_over(self, timeout_s: float) -> None:
         """Wait until no save is in flight, and raise a failure that no caller has seen."""
@@ -370,7 +366,7 @@ class Saver:
     def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied, SaveRequest]:
         """Do the first exchange: ranks check that they save the same, and share rank 0's save id and the node's tag.
 
-        The save gets the greatest number of all: a rank may have taken a snapshot alone.
+        The save gets the greatest number of all: on a rank, an earlier call may have failed before it took one.
         """
         save_id = new_id()
         free = True
@@ -398,7 +394,7 @@ class Saver:
         number = max(plan.number for plan in plans)
         if number != request.number:
             request = replace(request, number=number)
-            self._number, self._last = max(self._number, number), (number, request.step)
+            self._last = number, request.step
         if any(plan.is_cut for plan in plans):
             exchange_result(self._ranks, self._ranks.renew_torch_group, what="connect the ranks again for a save")
         if self._ranks.is_leader and plans[0].said is not None:

@@ -53,6 +53,7 @@ from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
+from ckptmirror.local.listing import is_not_readable_now
 
 __all__ = ["Bringer", "Proposal", "keeps_part"]
 
@@ -354,8 +355,10 @@ class Bringer:
                 return meta
             return self._staged(move, meta)
         except IntegrityError as error:
-            self._tried.append(Outcome(meta.save_id, move.kind, move.place, Result.BROKEN, str(error)))
-            return None
+            if not is_not_readable_now(error.__cause__):
+                self._tried.append(Outcome(meta.save_id, move.kind, move.place, Result.BROKEN, str(error)))
+                return None
+            failure = error  # of this disk
         except LocalStorageFull as error:
             result, failure = Result.NO_ROOM, error
         except CkptMirrorError as error:  # the copy itself may be good

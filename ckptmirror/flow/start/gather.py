@@ -236,12 +236,12 @@ class View:
             if fault is None:
                 mine[path] = FileToRead(self._root / artifact.path, artifact.digest)
             elif fault.unreadable:
-                self._unreadable[path] = fault.why
+                self._unreadable[path] = f"{self._root / artifact.path}: {fault.why}"
         found = [None] * len(mine) if self._trusted else read_all(list(mine.values()))
         for (path, own), wrong in zip(mine.items(), found, strict=True):
             if wrong is not None:
                 if wrong.state == "unreadable":
-                    self._unreadable[path] = wrong.why
+                    self._unreadable[path] = f"{own.path}: {wrong.why}"
                 continue
             try:
                 _link(own.path, self.path / path)
@@ -348,7 +348,8 @@ def relay_s(plan: Sequence[Transfer], sizes_bytes: Mapping[str, int]) -> float:
 
 def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Mapping[str, int]) -> Gathered:
     """Take part in sending files from node to node; the leaders of all nodes call this with the same plan."""
-    failures: list[CkptMirrorError] = []
+    not_sent: list[CkptMirrorError] = []
+    not_written: list[CkptMirrorError] = []
     buffer = memoryview(bytearray(_PIECE_BYTES))
     for transfer in plan:
         path, pieces = view.path / transfer.path, _pieces(buffer, sizes_bytes[transfer.path])
@@ -358,11 +359,13 @@ def relay(channel: Ranks, view: View, plan: Sequence[Transfer], sizes_bytes: Map
         place = chain.index(channel.rank)
         following = chain[place + 1] if place + 1 < len(chain) else None
         if place == 0:
-            failures += _send(channel, path, transfer.to[0], pieces)
+            not_sent += _send(channel, path, transfer.to[0], pieces)
         else:
-            failures += _receive(channel, path, chain[place - 1], following, pieces)
+            not_written += _receive(channel, path, chain[place - 1], following, pieces)
             view.got([transfer.path])
-    return _gathered(failures[0]) if failures else Gathered()
+    if not_sent:
+        return _gathered(not_sent[0], of_device=Result.UNREADABLE)
+    return _gathered(not_written[0]) if not_written else Gathered()
 
 
 def _pieces(buffer: memoryview, size_bytes: int) -> Iterator[memoryview]:
@@ -414,13 +417,14 @@ def _receive(
                     written += os.write(descriptor, piece[written:])
             except OSError as error:
                 failures.append(disk_error(error, "write", path))
+                failures[-1].__cause__ = error
     return failures
 
 
-def _gathered(error: CkptMirrorError) -> Gathered:
-    """Return what an error means for the copy that was being gathered."""
+def _gathered(error: CkptMirrorError, *, of_device: Result = Result.NOT_BROUGHT) -> Gathered:
+    """Return what an error means for the copy that was being gathered, or, of this node's disk, for this start."""
     if isinstance(error, LocalStorageFull):
         return Gathered(Result.NO_ROOM, error)
     if isinstance(error, IntegrityError) and is_not_readable_now(error.__cause__):
-        return Gathered(Result.UNREADABLE, error)
+        return Gathered(of_device, error)
     return Gathered(Result.BROKEN if isinstance(error, IntegrityError) else Result.NOT_BROUGHT, error)

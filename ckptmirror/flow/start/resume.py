@@ -425,8 +425,7 @@ def _verified_here(
     except _CannotUse as found:
         is_shared = proposal.share_downloads and proposal.place == proposal.mirror
         is_alone = proposal.place == DISK and not proposal.mirror and proposal.trusted
-        is_bad = found.result is Result.BROKEN or (is_alone and found.result is Result.UNREADABLE)
-        if not is_bad or not (is_shared or is_alone):
+        if found.result not in (Result.BROKEN, Result.UNREADABLE) or not (is_shared or is_alone):
             raise
         if node is not None:
             then = "each node fetches its files itself" if is_shared else "another node may have the same file whole"
@@ -436,7 +435,7 @@ def _verified_here(
         try:
             return _verified_here(root, ranks, node, proposal, target, whose_lists)
         except _CannotUse as again:
-            raise found if is_alone and again.result in (Result.BROKEN, Result.UNREADABLE) else again from None
+            raise found if is_alone and again.result is Result.BROKEN else again from None  # in its words
     return view.path, verified, view, prepared
 
 
