@@ -34,9 +34,8 @@ def showing(pace: Pace) -> Callable[[Drained], None]:
             waits = is_behind_text(wait.reason) or is_held_back_text(wait.reason)
             if waits and wait.reason not in printed and not moves_cursor():  # a bar shows it
                 printed.add(wait.reason)
-                print(
-                    f"waiting for another node: {behind_text(wait.reason, is_over=False)}", file=sys.stderr, flush=True
-                )
+                whom = " for another node" if is_behind_text(wait.reason) else ""
+                print(f"waiting{whom}: {behind_text(wait.reason, is_over=False)}", file=sys.stderr, flush=True)
         doing = []
         if at.seen.sending:
             doing.append(f"sending {_files(at.seen.sending)}")
@@ -134,7 +133,8 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
     if report.pending:
         print(f"Still pending: {_files(report.pending)}; the same command continues.", file=sys.stderr)
     for line in report.awaited:
-        print(f"Waiting for another node: {with_places(behind_text(line), given)}", file=sys.stderr)
+        whom = " for another node" if is_behind_text(line) else ""
+        print(f"Waiting{whom}: {with_places(behind_text(line), given)}", file=sys.stderr)
     for url, reason in report.refused.items():
         said = f"ckptmirror: {url}: {plain_reason(reason)}"
         print(f"{said}\n  {with_places(NotAuthorised.hint, given)}", file=sys.stderr)

@@ -15,6 +15,7 @@ from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, is_for_people, print_line, print_table, standing_style
 from ckptmirror.cli._waiting_saves import waiting_facts, waiting_text
 from ckptmirror.core.errors import CkptMirrorError, DeadlinePassed, IntegrityError, RefusedOnlyCopy
+from ckptmirror.core.uncommitted import is_behind_text
 
 if TYPE_CHECKING:
     from ckptmirror.flow.status import AwaitedSave, SaveLine, Status
@@ -102,7 +103,9 @@ def _of_this_node(one: AwaitedSave) -> str:
         return ""
     files = f"{one.unsent_files} file{'s' if one.unsent_files > 1 else ''} ({size(one.unsent_bytes)})"
     sends = "`ckptmirror drain`" if one.is_queued else f"`ckptmirror push --mirror {one.mirror}`"
-    return f"this is node {one.this_node}, and {files} of it are not verified there: {sends} sends them"
+    return (
+        f"this is node {one.this_node}, and {files} of it are not verified there: {sends} sends them, or says why not"
+    )
 
 
 def _awaited_facts(one: AwaitedSave) -> dict[str, Any]:
@@ -128,7 +131,9 @@ def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
         what = "no required mirror is configured; the local disk holds the only copy"
         return RefusedOnlyCopy, f"NOT SAFE: {what}; `ckptmirror push --mirror URL` makes another"
     if status.unsafe_files and status.unsafe_files == len(status.awaited):
-        what = "NOT SAFE: this node has sent all that it has, and when it last asked, other nodes had not"
+        what = "NOT SAFE: this node has sent all that it may"
+        if is_behind_text(status.awaited[0]):
+            what = "NOT SAFE: this node has sent all that it has, and when it last asked, other nodes had not"
         return DeadlinePassed, f"{what}: {behind_text(status.awaited[0])}"
     if status.unsafe_files:
         failed = f", {status.failed_files} of them failed" if status.failed_files else ""

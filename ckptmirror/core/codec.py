@@ -51,6 +51,7 @@ __all__ = [
     "meta_from_bytes",
     "meta_or_tombstone_from_bytes",
     "meta_to_bytes",
+    "part_from_bytes",
     "tombstone_to_bytes",
 ]
 
@@ -105,6 +106,27 @@ def meta_from_bytes(data: bytes) -> Meta:
     """
     _, fields = _opened(data, _META)
     return _provable(_meta_from_fields(fields), data)
+
+
+def part_from_bytes(data: bytes) -> Meta:
+    """Read the part of a node, which this process is about to merge with others, and to sign.
+
+    So what nobody signed must not pass: without verify keys, only what this process's own key has signed is believed.
+
+    Raises:
+        BrokenMeta: It is not valid, or not signed so.
+    """
+    sign = signing.current().sign
+    if sign is None or signing.current().is_signed is not None:
+        return meta_from_bytes(data)
+
+    def check(_: Mapping[str, Any], content: bytes, signature: bytes | None) -> None:
+        if signature != sign(content):  # Ed25519 gives equal bytes one signature (RFC 8032)
+            raise NotSigned("It is not signed by the signing_key of this process, which would sign the whole save.")
+
+    document = open_sealed(data, (_META,), VERSION + _SIGNED, check)
+    del document["format"]
+    return _provable(_meta_from_fields(Fields(document)), data)
 
 
 def meta_or_tombstone_from_bytes(data: bytes) -> Meta | Tombstone:

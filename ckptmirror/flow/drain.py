@@ -36,7 +36,6 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.core.uncommitted import is_held_back_text
 from ckptmirror.flow.fetch.destination import is_training_root
 from ckptmirror.flow.places.attempt_lists import check_can_sign
 from ckptmirror.flow.places.catalog import Catalog, catalogs_on, local_catalog, mirror_catalog
@@ -50,7 +49,7 @@ from ckptmirror.flow.places.mirrors import (
     waiting_for_removed,
 )
 from ckptmirror.flow.places.select import is_left_behind, lineage_of
-from ckptmirror.flow.retention.durability import Durability, open_saves, waiting_for_nodes
+from ckptmirror.flow.retention.durability import Durability, only_waiting, open_saves
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
 from ckptmirror.flow.save.emergency_files import is_emergency
@@ -463,9 +462,7 @@ class _Work:
         left = waiting_for_removed(table, {row.url for row in table.mirrors()})
         answering = [] if self._held.is_busy else [url for url in urls if url not in unasked]
         found = _emergency(self._root, here, answering, limit_s)
-        records = [record for record in table.records() if record.mirror in urls]
-        waiting = [*waiting_for_nodes(records, urls), *(r for r in records if is_held_back_text(r.last_error))]
-        awaited = [f"step {record.step}: {record.last_error}" for record in waiting]
+        awaited = [f"step {one.step}: {one.last_error}" for one in only_waiting(table.records(), urls)]
         at = _settled(table, urls, Transfers())
         return DrainReport(at, pending, tuple(failed), refused, unasked, left, *found, tuple(awaited))
 

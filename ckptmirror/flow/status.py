@@ -20,7 +20,7 @@ from ckptmirror.flow.places.catalog import MetaCache, catalogs_on, local_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, counting, counting_rows
 from ckptmirror.flow.places.select import is_left_behind, lineage_of, quarantined_in
 from ckptmirror.flow.places.uncommitted import uncommitted_on
-from ckptmirror.flow.retention.durability import count_lacking, durability, open_saves, waiting_for_nodes
+from ckptmirror.flow.retention.durability import count_lacking, durability, only_waiting, open_saves
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import copy_of, lost_snapshots, with_kept
 from ckptmirror.flow.upload.workers import still_moving
@@ -89,7 +89,8 @@ class Status:
         unasked: Mirrors that count, and have not yet confirmed that they still have what was verified there.
         skipped: Steps that the trainer did not save because the disk was full, oldest first; only the last ones.
         skipped_why: Why the last of them was skipped.
-        awaited: ``step N: reason`` of each unsafe file that only waits for another node. Nothing here can send it.
+        awaited: ``step N: reason`` of each unsafe file that only waits for another node, or for a save of a newer
+            attempt. Nothing here can send it.
         pushed: Mirrors that a person pushed to, beside the trainer's, each with how many saves of this disk it lacks.
     """
 
@@ -338,7 +339,7 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         emergency_whole=snapshot is None or snapshot.is_whole,
         skipped=tuple(step for step, _ in skipped),
         skipped_why=skipped[-1][1] if skipped else "",
-        awaited=tuple(f"step {one.step}: {one.last_error}" for one in waiting_for_nodes(unsafe, required)),
+        awaited=tuple(f"step {one.step}: {one.last_error}" for one in only_waiting(unsafe, required)),
         pushed=pushed,
     )
 

@@ -37,7 +37,15 @@ from ckptmirror.local.file_systems import refuse_fuse, refuse_network_place
 from ckptmirror.local.storage_errors import permitted
 from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadsTable
 
-__all__ = ["check_place", "is_mirror", "note_place", "open_known_table", "open_table", "table_path"]
+__all__ = [
+    "check_is_no_mirror",
+    "check_place",
+    "is_mirror",
+    "note_place",
+    "open_known_table",
+    "open_table",
+    "table_path",
+]
 
 _NOTE_LIMIT_BYTES = 64 * 1024
 _MAX_PATH_BYTES, _MAX_NAME_BYTES = 4095, 255  # of Linux

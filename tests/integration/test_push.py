@@ -264,7 +264,13 @@ def test_a_mirror_is_no_root_even_if_somebody_pushed_from_it_before(tmp_path: Pa
     before = content(mirror)
     (mirror / ".ckptmirror").mkdir()
     UploadsTable.open(table_path(mirror), create=True).close()
-    for verb in (["push", "--mirror", other], ["rotate", "--keep-last", "1"], ["rewind", "--step", "1"], ["drain"]):
+    for verb in (
+        ["push", "--mirror", other],
+        ["rotate", "--keep-last", "1"],
+        ["rewind", "--step", "1"],
+        ["rewind", "--step", "1", "--mirror", other],
+        ["drain"],
+    ):
         ended = run(verb[0], "--root", mirror, *verb[1:])
         assert ended.returncode == 10
         assert "is a mirror, not a directory that a trainer saves to" in ended.stderr

@@ -50,14 +50,15 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.core.model import Attempt, Tombstone, new_id
-from ckptmirror.core.names import CONTROL_DIR
+from ckptmirror.core.names import CONTROL_DIR, part_name
 from ckptmirror.core.sealed_json import seal
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.inventory import read_inventory
 from tests.kit.cli import assert_tells, run
 from tests.kit.legacy import save_legacy
-from tests.kit.roots import whole
+from tests.kit.roots import MirroredRoot, whole
+from tests.kit.saves import make_save, put_on_mirror
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
 pytestmark = pytest.mark.long
@@ -488,6 +489,51 @@ def test_a_part_of_a_node_that_is_a_copy_is_not_merged(places: tuple[Path, str, 
     as_copy(paths[1], url, partial=True)
     with pytest.raises(BrokenMeta, match="copy"):
         merge_parts([meta_from_bytes(path.read_bytes()) for path in paths])
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_who_signs_without_demanding_signatures_signs_nobody_elses_part(
+    planted: bool, places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Else what somebody planted on the mirror would be signed with the whole save."""
+    root, url, there = places
+    as_process(signing_key=keys["signing_key"])
+    place = MirroredRoot(root, [url])
+    whole_meta = make_save(root, 100, ("model",), ranks=2, write_meta=False)
+    mine, theirs = (
+        replace(whole_meta, nodes=2, node=node, artifacts=tuple(a for a in whole_meta.artifacts if a.rank == node))
+        for node in (0, 1)
+    )
+    (root / "meta_000100.json").write_bytes(meta_to_bytes(mine))
+    put_on_mirror(place.store, root, theirs, commit=False)
+    part = meta_to_bytes(theirs)
+    if planted:
+        before = signing.set_current(signing.Keys())
+        part = meta_to_bytes(replace(theirs, metrics={"loss": 0.0}))
+        signing.set_current(before)
+    place.store.write(part_name(100, mine.save_id, 2, 2), part, if_generation=0)
+    place.add(mine)
+    place.table.release_save(mine.save_id)
+    place.upload()
+    assert (there / "meta_000100.json").exists() is not planted
+    (meta,) = [record for record in place.records() if record.role == "meta"]
+    assert ("It is not signed by the signing_key of this process" in (meta.reason or "")) is planted
+    place.close()
+
+
+def test_who_has_the_key_of_another_run_is_told_so_and_not_to_move_anything_away(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, url, _ = places
+    saved_run(root, (1,), url, **keys)
+    other = make_key(tmp_path / "other")
+    as_process()
+    with pytest.raises(NotSigned, match=r"attempts\.json is not believed: It is signed, but not by a key") as refused:
+        saved_run(root, (2,), url, **other)
+    assert "add the key that signed it to verify_keys" in refused.value.hint
+    listed = run("ls", url, env={"CKPTMIRROR_VERIFY_KEYS": str(other["verify_keys"][0])})
+    assert "writer.json is not believed: It is signed, but not by a key in verify_keys" in listed.stderr
+    assert "The next start of the trainer rebuilds it" not in listed.stderr
 
 
 @pytest.mark.parametrize("name", ["meta_000009.json", "writer.json", f"{CONTROL_DIR}/attempts.json"])

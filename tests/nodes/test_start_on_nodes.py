@@ -24,6 +24,7 @@ from ckptmirror.flow.start import gather, resume
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.roots import leftovers
+from tests.kit.training import same
 from tests.nodes.jobs import ALONE_S, WAIT_S, Found, Job, built, expect, take_part, train
 
 pytestmark = pytest.mark.long
@@ -125,6 +126,17 @@ def test_a_file_that_cannot_be_read_once_while_it_is_sent_costs_no_save(shares: 
     first = job.run()
     nodes, place = ("cd", job.url) if shares else ("ab", "disk")
     expect(replace(job, nodes=nodes, steps=()).run(resume_with_errors_once), 2, place, first[0])
+
+
+def test_a_part_of_a_snapshot_that_cannot_be_read_once_while_it_is_sent_costs_no_snapshot(tmp_path: Path) -> None:
+    """It came back from the persistent directory to other nodes than read it."""
+    first = Job(tmp_path, "ab", (1,), "ddp", snapshot=2, kept=True).run()
+    for node in "ab":
+        for gone in (tmp_path / node).glob("emergency_*"):
+            shutil.rmtree(gone)
+    found = Job(tmp_path, "abc", (), "ddp", kept=True).run(resume_with_errors_once)
+    assert [(one.step, one.failed) for one in found] == [(2, "")] * 3
+    assert all(same(one.began, first[0].ended) for one in found)
 
 
 def test_of_a_damaged_file_and_one_that_cannot_be_read_now_the_second_decides(tmp_path: Path) -> None:
@@ -508,7 +520,10 @@ def test_a_drain_says_what_decides_about_a_save_that_a_part_of_a_newer_attempt_h
     assert "The next start decides between them" in why
     ended = run("drain", "--root", tmp_path / "a", "--timeout", "0")
     assert ended.returncode == DeadlinePassed.exit_code
-    assert "Waiting for another node: step 2: Step 2 is held back until" in ended.stderr
+    assert "Waiting: step 2: Step 2 is held back until" in ended.stderr
+    assert "held back until" in " ".join(
+        json.loads(run("status", "--root", tmp_path / "a", "--json").stdout)["awaited"]
+    )
     assert [one.step for one in Job(tmp_path, "ab", (3,), kinds=("dcp",)).run()] == [2, 2]
     assert drain(tmp_path / "b", timeout_s=WAIT_S).is_verified
     assert (tmp_path / "mirror/meta_000002.json").exists()

@@ -52,6 +52,7 @@ from ckptmirror.core.errors import (
     IntegrityError,
     LineageError,
     NewerFormat,
+    NotSigned,
     RefusedOnlyCopy,
     UsageError,
 )
@@ -304,8 +305,10 @@ class _Start:
                 raise NewerFormat(f"The list of attempts of {row.place} was written by a later version: {row.why}")
         is_listed = any(row.answers and row.listed is ListFound.SOUND for row in self._all.mirrors())
         if self._all.disk.listed is ListFound.BROKEN and not is_listed:
+            if explain.NOT_BELIEVED in self._all.disk.why:
+                raise NotSigned(self._all.disk.why)
             raise BrokenMeta(
-                f"{self._all.disk.why}, and no mirror has a list.",
+                f"{self._all.disk.why.removesuffix('.')}, and no mirror has a list that can be used.",
                 hint="Move it away, and the list is rebuilt from the saves; a rewind with no save after it is lost.",
             )
 

@@ -32,6 +32,7 @@ from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.core.start.quarantine import Failure, why_quarantined
 
 __all__ = [
+    "NOT_BELIEVED",
     "NOT_CONFIGURED",
     "Notice",
     "emergency_needs_ranks",
@@ -53,6 +54,7 @@ __all__ = [
 
 _LACKS_ROOT = re.compile(r"`ckptmirror (rewind|forget-mirror)(?![^`]*--root)")
 NOT_CONFIGURED = "is no longer configured"
+NOT_BELIEVED = "is not believed"
 _REFUSES = "does not accept these credentials"
 
 

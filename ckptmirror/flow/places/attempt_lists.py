@@ -30,11 +30,13 @@ from ckptmirror.core.errors import (
     IntegrityError,
     LineageError,
     NewerFormat,
+    NotSigned,
     ObjectNotFound,
     PreconditionFailed,
     Temporary,
 )
 from ckptmirror.core.model import Attempt, AttemptHealth, AttemptList, Sign, new_id
+from ckptmirror.core.start.explain import NOT_BELIEVED
 from ckptmirror.core.start.lineage import attempts_of_metas, merge_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.local import files
@@ -105,6 +107,8 @@ def listed_attempts(root: Path) -> AttemptList | None:
             return read_local_attempts(root)
     except NewerFormat as error:
         raise NewerFormat(f"{path}: {error.message}") from error
+    except NotSigned as error:
+        raise NotSigned(f"{path} {NOT_BELIEVED}: {error.message}") from error
     except BrokenMeta as error:
         raise BrokenMeta(
             f"{path} is broken: {error.message}", hint="The next start of the trainer rebuilds it."
@@ -199,13 +203,16 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
     except NewerFormat as error:
         raise NewerFormat(f"{mirror.url}/{names.WRITER_NAME}: {error.message}") from error
     except BrokenMeta as error:
+        if not mend and isinstance(error, NotSigned):
+            raise NotSigned(f"{mirror.url}/{names.WRITER_NAME} {NOT_BELIEVED}: {error.message}") from error
         if not mend:
             raise BrokenMeta(
                 f"{mirror.url}/{names.WRITER_NAME} is broken: {error}",
                 hint="The next start of the trainer rebuilds it.",
             ) from error
+        what = NOT_BELIEVED if isinstance(error, NotSigned) else "is broken"
         save_logger(_log, mirror=mirror.url).error(
-            "%s/%s is broken and is rebuilt: %s", mirror.url, names.WRITER_NAME, error
+            "%s/%s %s, and a start that claims the run rebuilds it: %s", mirror.url, names.WRITER_NAME, what, error
         )
         return None, info.generation
 
@@ -241,6 +248,8 @@ def _read_local_or_reason(root: Path) -> tuple[AttemptList | None, BrokenMeta | 
         return read_local_attempts(root), None
     except NewerFormat:
         raise
+    except NotSigned as error:
+        return None, NotSigned(f"{root / names.ATTEMPTS_NAME} {NOT_BELIEVED}: {error.message}")
     except (IntegrityError, OSError) as error:  # broken, or it cannot be read
         path = root / names.ATTEMPTS_NAME
         _log.error("%s is broken (%s): the lists of the mirrors are used instead", path, error)

@@ -30,7 +30,7 @@ from ckptmirror.core.lifecycle import SETTLED, WAITING
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.core.uncommitted import is_behind_text
+from ckptmirror.core.uncommitted import is_behind_text, is_held_back_text
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.mirrors import Mirror, counting_rows
 from ckptmirror.flow.places.object_match import is_of_save, why_differs
@@ -44,6 +44,7 @@ __all__ = [
     "count_lacking",
     "durability",
     "is_skipped",
+    "only_waiting",
     "open_saves",
     "save_safety",
     "waiting_for_nodes",
@@ -150,6 +151,13 @@ def open_saves(
 def waiting_for_nodes(records: Iterable[UploadRecord], mirrors: Collection[str]) -> list[UploadRecord]:
     """Return the records that only wait until another node has uploaded its part: this node has sent all it has."""
     return [record for record in records if record.mirror in mirrors and is_behind_text(record.last_error)]
+
+
+def only_waiting(records: Iterable[UploadRecord], mirrors: Collection[str]) -> list[UploadRecord]:
+    """Return these, and the records that wait for a save of a newer attempt: nothing here can send any of them."""
+    given = list(records)
+    held = [record for record in given if record.mirror in mirrors and is_held_back_text(record.last_error)]
+    return [*waiting_for_nodes(given, mirrors), *held]
 
 
 def count_lacking(table: UploadsTable, metas: Iterable[Meta], mirror: str) -> int:

@@ -71,7 +71,7 @@ class Proposal:
         share_downloads: Whether what several nodes lack is fetched from the mirror by one of them, as rank 0 has it.
         places: Which place each mirror is, by URL, as the job's leader found it: for the other nodes to compare.
         gathered: Whether each node gathers what its ranks read beside what is in its root.
-        trusted: Whether a node's own files of a save on the disks are taken as they are, for the vote to check.
+        trusted: Whether a node's own files, if no mirror sends others, are taken as they are, for the vote to check.
     """
 
     run_id: str

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import IntegrityError, NewerFormat
+from ckptmirror.core.errors import IntegrityError, NewerFormat, NotSigned
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import AttemptList, Sign
 from ckptmirror.core.start.evidence import ListFound
+from ckptmirror.core.start.explain import NOT_BELIEVED
 from ckptmirror.core.start.lineage import attempts_of_metas
 from ckptmirror.flow.places.attempt_lists import health_here, met_here, read_local_attempts
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
@@ -79,6 +80,8 @@ def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> Di
         attempts = read_local_attempts(root)
     except NewerFormat as failure:
         listed, why = ListFound.NEWER, str(failure)
+    except NotSigned as failure:
+        listed, why = ListFound.BROKEN, f"{root / names.ATTEMPTS_NAME} {NOT_BELIEVED}: {failure.message}"
     except (IntegrityError, OSError) as failure:
         listed, why = ListFound.BROKEN, f"{root / names.ATTEMPTS_NAME} is broken: {failure}"
     catalog = local_catalog(root, with_attempts=False)

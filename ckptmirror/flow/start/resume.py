@@ -298,9 +298,10 @@ def _gather(
     """
     meta, at_place = proposal.meta, proposal.at_place
     assert meta is not None
-    is_trusted = proposal.place == DISK and proposal.trusted
-    if at_place is not None and not proposal.mirror:
-        is_trusted = True
+    is_kept = at_place is not None and not proposal.mirror
+    is_trusted = proposal.trusted and (proposal.place == DISK or is_kept)
+    if is_kept:
+        assert at_place is not None
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place, ranks)
         _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     whose = ranks.node_ranks if target.state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
@@ -424,7 +425,7 @@ def _verified_here(
         prepared = _vote_on_bytes(view.path, ranks, verified, proposal.kind, target, view.with_own_names)
     except _CannotUse as found:
         is_shared = proposal.share_downloads and proposal.place == proposal.mirror
-        is_alone = proposal.place == DISK and not proposal.mirror and proposal.trusted
+        is_alone = not proposal.mirror and proposal.trusted
         if found.result not in (Result.BROKEN, Result.UNREADABLE) or not (is_shared or is_alone):
             raise
         if node is not None:

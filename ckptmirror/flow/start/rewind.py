@@ -55,7 +55,7 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import directories
 from ckptmirror.local.root_id import read_root_id
-from ckptmirror.local.table_place import open_known_table
+from ckptmirror.local.table_place import check_is_no_mirror, open_known_table
 from ckptmirror.local.uploads import UploadsTable
 
 __all__ = ["RewindPlan", "Rewound", "plan_rewind", "rewind"]
@@ -124,6 +124,7 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     """
     if reference in _NOT_BACK:
         raise unknown_reference(str(reference))
+    check_is_no_mirror(root)
     with _looking(root, mirrors) as (opened, table):
         seen = survey([look_at_disk(root, table, read_root_id(root))], opened)
     if run_of(seen.evidence) is None:

@@ -20,7 +20,7 @@ import random
 from dataclasses import replace
 
 from ckptmirror.core import events, names
-from ckptmirror.core.codec import meta_from_bytes, meta_or_tombstone_from_bytes, meta_to_bytes
+from ckptmirror.core.codec import meta_from_bytes, meta_or_tombstone_from_bytes, meta_to_bytes, part_from_bytes
 from ckptmirror.core.errors import (
     BrokenMeta,
     IntegrityError,
@@ -283,10 +283,11 @@ class MetaUpload(Sending):
             raise self._left_to_the_last(mine)
         found: dict[str, Meta] = {}
         own = part_names[mine.node]
+        from_bytes = part_from_bytes if self._is_signed else meta_from_bytes  # before the run was signed, no part was
 
         def read(name: str) -> None:
             try:
-                found[name] = meta_from_bytes(self._store.read(name, limit_bytes=META_LIMIT_BYTES)[0])
+                found[name] = from_bytes(self._store.read(name, limit_bytes=META_LIMIT_BYTES)[0])
             except ObjectNotFound as error:
                 raise self._behind(name) from error
             except NotSigned as error:

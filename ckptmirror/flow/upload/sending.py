@@ -83,6 +83,7 @@ class Sending:
         self._claim = claim
         self._record: UploadRecord = claim.record
         self._store: Store = context.mirror.store
+        self._is_signed = False  # whether the local meta is
 
     def _own_names(self, meta: Meta) -> list[str]:
         """Return the names that this save may create, best first."""
@@ -155,7 +156,8 @@ class Sending:
                     ) from error
                 if meta.save_id != self._record.save_id:
                     raise IntegrityError(f"{path} is the meta of another save, not of this one.")
-                if signing.current().sign is None and is_signed(data):
+                self._is_signed = is_signed(data)
+                if signing.current().sign is None and self._is_signed:
                     raise signing.cannot_sign(str(path))
                 return meta
         raise IntegrityError(f"The table does not know the meta of save {self._record.save_id[:8]}.")
