@@ -28,7 +28,8 @@ def waiting_text(mirror: str, one: Uncommitted, this_node: str = "") -> str:
         there.append(f"{_files(one.other_files, one.other_bytes)} of nodes that are not done")
     unknown = (
         "how much is lacking, `ckptmirror status` there says, and `ckptmirror drain` there finishes it, or says why "
-        f"not; or `ckptmirror push --mirror {mirror}` there if it does not use this mirror"
+        f"not, if that node still has its part; or `ckptmirror push --mirror {mirror}` there if it does not use this "
+        "mirror"
     )
     rest = (this_node or unknown) if parts.absent(1) else "`ckptmirror drain` on any of them does it, or says why not"
     return (

@@ -46,12 +46,15 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
         return 0
     would, requires = ("would ", "require") if dry_run else ("", "requires")
     left = ", ".join(done.left) or "no mirror"
-    print(f"The run {would}no longer {requires} {done.url}. It {would or 'now '}{requires} {left}.")
+    no_longer = f"The run {would}no longer {requires} {done.url}"
+    if not done.was_required:
+        no_longer = f"The run does not require {done.url}; nothing more {'would be' if dry_run else 'is'} sent there"
+    print(f"{no_longer}. It {would or 'now '}{requires} {left}.")
     for one, why in done.unreachable.items():
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
     if done.is_configured:
         print(
-            f"If the trainer's `mirrors` still have {done.url}, remove it there: its next start would require it.",
+            f"If the trainer's `mirrors` still have {done.url}, remove it there: its next start would use it again.",
             file=sys.stderr,
         )
     return 0

@@ -126,8 +126,11 @@ def _print_rewound(root: Path, rewound: Rewound) -> None:
             file=sys.stderr,
         )
     _warn(rewound.unreachable)
-    if undo := _undo(root, rewound.before):
+    if undo := _undo(root, rewound):
         print(f"nothing was deleted; to undo it: `{undo}`", file=sys.stderr)
+    elif rewound.fork.superseded:
+        start = f"start all nodes once with manager.resume(state, policy={rewound.fork.superseded[-1].save_id[:8]!r})"
+        print(f"nothing was deleted; to undo it, {start}", file=sys.stderr)
 
 
 def _warn(untold: Mapping[str, str]) -> None:
@@ -139,8 +142,12 @@ def _warn(untold: Mapping[str, str]) -> None:
         )
 
 
-def _undo(root: Path, before: SaveFacts | None) -> str:
-    return f"ckptmirror rewind --root {quote(str(root))} --save {before.save_id[:8]}" if before is not None else ""
+def _undo(root: Path, rewound: Rewound) -> str:
+    """Return the command that undoes it; "" if there is none: of the newest, this disk has only a node's part."""
+    before, left = rewound.before, rewound.fork.superseded
+    if before is None or (left and left[-1].step > before.step):
+        return ""
+    return f"ckptmirror rewind --root {quote(str(root))} --save {before.save_id[:8]}"
 
 
 def _facts(
@@ -162,5 +169,5 @@ def _facts(
         "restored": listed(fork.restored),
         "told": list(told),
         "untold": dict(untold),
-        "undo": _undo(root, rewound.before) if rewound is not None else "",
+        "undo": _undo(root, rewound) if rewound is not None else "",
     }

@@ -124,10 +124,11 @@ def _verdict(status: Status) -> tuple[int, str]:
 
 def _safety(status: Status) -> tuple[type[CkptMirrorError] | None, str]:
     if not any(required for _, required in status.mirrors):
-        if status.pushed:
-            url, lacking = min(status.pushed.items(), key=lambda one: one[1])
+        if status.optional:
+            url, lacking = min(status.optional.items(), key=lambda one: one[1])
+            what = f"{url}, which {'was pushed to' if url in status.pushed else 'is optional'},"
             has = f"lacks {lacking} of {_sent(status)} saves" if lacking else "has every save that is here"
-            return RefusedOnlyCopy, f"NOT SAFE: no required mirror is configured; {url}, which was pushed to, {has}"
+            return RefusedOnlyCopy, f"NOT SAFE: no required mirror is configured; {what} {has}"
         what = "no required mirror is configured; the local disk holds the only copy"
         return RefusedOnlyCopy, f"NOT SAFE: {what}; `ckptmirror push --mirror URL` makes another"
     if status.unsafe_files and status.unsafe_files == len(status.awaited):

@@ -114,8 +114,8 @@ class PartsThere:
         there = f"{self.nodes} nodes saved it, and it waits for {self.awaited}"
         all_there = "`ckptmirror drain` on any of them that still has it does it, or says why not"
         sends = (
-            "`ckptmirror drain` there finishes it, or says why not; or `ckptmirror push` there if it does not use this "
-            "mirror"
+            "`ckptmirror drain` there finishes it, or says why not, if that node still has its part; or "
+            "`ckptmirror push` there if it does not use this mirror"
         )
         drains = sends if self.absent(1) else all_there
         return Problem(f"{there}: {drains}", self.step)

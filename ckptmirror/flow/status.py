@@ -92,6 +92,7 @@ class Status:
         awaited: ``step N: reason`` of each unsafe file that only waits for another node, or for a save of a newer
             attempt. Nothing here can send it.
         pushed: Mirrors that a person pushed to, beside the trainer's, each with how many saves of this disk it lacks.
+        optional: The same of all mirrors that are not required.
     """
 
     root: Path
@@ -115,6 +116,7 @@ class Status:
     skipped_why: str = ""
     awaited: tuple[str, ...] = ()
     pushed: Mapping[str, int] = field(default_factory=dict)
+    optional: Mapping[str, int] = field(default_factory=dict)
 
     def is_mirrored(self, save_id: str | None) -> bool:
         """Whether a save (all saves, if None) is on every mirror that counts. True if no mirror is configured.
@@ -275,7 +277,8 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         found = local_catalog(root)
         catalog = found.with_parts(besides=lost_snapshots(root, found))
         now = durability(table, catalog.whole.values(), counting_rows(rows))
-        pushed = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows if row.pushed}
+        lacking = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows if not row.required}
+        pushed = {row.url: lacking[row.url] for row in rows if row.pushed}
     gaps: dict[str, dict[str, str]] = {}
     for one in now.open:
         gaps.setdefault(one.save_id, {})[one.mirror] = one.reason
@@ -341,6 +344,7 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         skipped_why=skipped[-1][1] if skipped else "",
         awaited=tuple(f"step {one.step}: {one.last_error}" for one in only_waiting(unsafe, required)),
         pushed=pushed,
+        optional=lacking,
     )
 
 

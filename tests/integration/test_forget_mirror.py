@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror import CheckpointManager, MirrorSpec
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.flow.status import read_status
 from tests.kit.cli import assert_tells, run
@@ -120,3 +121,12 @@ def test_a_mirror_that_the_run_does_not_name_is_an_error_that_lists_those_it_nam
     saved_run(tmp_path / "root", (1,), url)
     ended = run("forget-mirror", "--root", tmp_path / "root", "--url", "gs://mistyped/run")
     assert_tells(ended, 3, "does not name gs://mistyped/run", url)
+
+
+def test_of_an_optional_mirror_it_is_not_said_that_the_run_required_it(tmp_path: Path) -> None:
+    root, kept, gone = tmp_path / "root", f"file://{tmp_path}/kept", f"file://{tmp_path}/gone"
+    with CheckpointManager(root, [kept, MirrorSpec(gone, required=False)], kinds=("model",)) as manager:
+        manager.resume(new_state())
+        manager.save(1, new_state())
+    forgotten = run("forget-mirror", "--root", root, "--url", gone)
+    assert forgotten.stdout == f"The run does not require {gone}; nothing more is sent there. It now requires {kept}.\n"

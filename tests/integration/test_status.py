@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, MirrorSpec
 from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.status import read_status
@@ -103,3 +103,15 @@ def test_a_required_mirror_that_does_not_get_a_save_is_named(tmp_path: Path) -> 
         (200, True, [two]),
     ]
     place.close()
+
+
+def test_an_optional_mirror_that_has_everything_is_named_where_none_is_required(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/mirror"
+    with CheckpointManager(tmp_path / "root", [MirrorSpec(url, required=False)], kinds=("model",)) as manager:
+        manager.resume(new_state())
+        manager.save(1, new_state())
+    assert drain(tmp_path / "root", timeout_s=60).is_verified
+    said = cli("status", "--root", tmp_path / "root").stdout
+    assert said.startswith(
+        f"NOT SAFE: no required mirror is configured; {url}, which is optional, has every save that is here"
+    )

@@ -133,8 +133,8 @@ def test_nodes_save_together_and_the_last_to_upload_commits(
     assert mirror_catalog(first.mirrors[0]).saves == {}
     listed = [(line.step, line.standing, line.why) for line in list_checkpoints(url_of(tmp_path))]
     waits = (
-        "2 nodes saved it, and it waits for node 1: `ckptmirror drain` there finishes it, or says why not; "
-        "or `ckptmirror push` there if it does not use this mirror"
+        "2 nodes saved it, and it waits for node 1: `ckptmirror drain` there finishes it, or says why not, if that "
+        "node still has its part; or `ckptmirror push` there if it does not use this mirror"
     )
     assert listed == [(step, "incomplete", waits) for step in (1, 2)]
     last.upload()

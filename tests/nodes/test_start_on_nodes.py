@@ -431,10 +431,11 @@ def test_a_rewind_on_one_node_says_what_it_leaves_behind_of_which_that_disk_has_
     said = run(
         "rewind", "--root", tmp_path / "b", "--mirror", f"file://{tmp_path}/empty", "--scratch", "--dry-run"
     ).stdout
-    assert [line.split()[:3] for line in said.splitlines() if "supersede" in line] == [
-        ["supersede", "step", "1"],
-        ["supersede", "step", "2"],
-    ]
+    superseded = [line.split() for line in said.splitlines() if "supersede" in line]
+    assert [words[:3] for words in superseded] == [["supersede", "step", "1"], ["supersede", "step", "2"]]
+    done = run("rewind", "--root", tmp_path / "b", "--mirror", f"file://{tmp_path}/empty", "--scratch").stderr
+    undo = f"to undo it, start all nodes once with manager.resume(state, policy='{superseded[1][3][1:9]}')"
+    assert undo in done
 
 
 def test_nobody_waits_until_a_new_mirror_has_the_part_of_a_node_that_is_gone(tmp_path: Path) -> None:

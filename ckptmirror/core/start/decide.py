@@ -669,7 +669,8 @@ class _Start:
             passed = [one for one in passed if one.step == self._wish.reference]
         for one in passed:
             step = -1 if one.step is None else one.step
-            self._note(f"step {one.step} ({one.name}): {one.why}", step=step, save_id=one.save_id, place=one.name)
+            what = one.name if one.step is None else f"step {one.step} ({one.name})"
+            self._note(f"{what}: {one.why}", step=step, save_id=one.save_id, place=one.name)
         self._check_hindered(passed)
         for one in passed:
             if self._unheard and one.kinds != ("emergency",):  # no mirror holds emergency snapshots

@@ -257,7 +257,8 @@ def persistent_catalog(directory: Path, *, patience_s: float = 0.0) -> Catalog:
     problems = {name: problem for name, problem in found.problems.items() if problem.kinds == ("emergency",)}
     for name in found.others:
         parsed = names.parse_name(name)
-        if parsed is not None and parsed.role == "emergency":
+        is_told = any(f"{name}/" in one for one in problems)  # of a meta in it
+        if parsed is not None and parsed.role == "emergency" and not is_told:
             why = "it has no rank's meta, so the copy was not finished"
             problems[str(directory / name)] = Problem(why, parsed.step, kinds=("emergency",))
     parts = {save_id: meta for save_id, meta in found.parts.items() if is_emergency(meta)}

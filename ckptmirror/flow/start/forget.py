@@ -41,6 +41,7 @@ class Forgotten:
         recorded_on: The mirrors whose lists record the removal.
         unreachable: The mirrors that do not answer, with the reason; the next start records it there.
         is_configured: Whether the root's last start used it, so that the configuration must change too.
+        was_required: Whether the run required it.
     """
 
     url: str
@@ -48,6 +49,7 @@ class Forgotten:
     recorded_on: tuple[str, ...]
     unreachable: dict[str, str]
     is_configured: bool
+    was_required: bool
 
 
 def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
@@ -106,7 +108,7 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
         )
     left = tuple(sorted(named - {url}))
     if not every:  # no start has succeeded yet: no list can require it
-        return Forgotten(url, left, (), unreachable, is_configured)
+        return Forgotten(url, left, (), unreachable, is_configured, url in named)
     out = AttemptList(every[0].run_id, requirements=(removal(url, every),))
     if here is not None and not dry_run:
         data = attempts_to_bytes(merge_attempts(here, out))
@@ -114,7 +116,7 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
     for one, (listed, generation) in lists.items():
         if not dry_run:
             _record(by_url[one], merge_attempts(listed, out), generation)
-    return Forgotten(url, left, tuple(lists), unreachable, is_configured)
+    return Forgotten(url, left, tuple(lists), unreachable, is_configured, url in named)
 
 
 def _record(mirror: Mirror, wanted: AttemptList, generation: int) -> None:

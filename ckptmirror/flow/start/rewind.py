@@ -22,7 +22,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 
@@ -176,20 +176,26 @@ def _needs_all_nodes(root: Path, reference: int | str, step: int, why: str) -> C
 def _fork(seen: Survey, move: Try | Scratch) -> Fork:
     """What an attempt from a save, or from step 0, would change among all saves that a meta names, whole or not.
 
-    Those of several nodes count by their part on this disk: the other nodes may have the rest.
+    Of several nodes, whether an attempt counts of which this disk has parts alone, only their disks together tell. So
+    what is superseded if it does is named too.
     """
     counted = count(seen.evidence)
     parts = [part.save for part in seen.evidence.disk.parts if not part.is_given_up]
     facts = {save.save_id: save for save in (*parts, *counted.saves)}
-    counting = {*counted.counting, *(save.attempt for save in parts if save.attempt in counted.known)}
     for problem in (one for row in seen.evidence.answering() for one in row.problems if one.is_save):
         if problem.save is not None:
             facts.setdefault(problem.save.save_id, problem.save)
-    if isinstance(move, Scratch):
-        return fork_at(list(counted.known.values()), list(facts.values()), None, counting)
-    meta = seen.metas[(move.save.save_id, move.place)]
-    attempts = [*counted.known.values(), *move.adopt]
-    return fork_at(attempts, list(facts.values()), meta.ref, counting)
+    attempts, parent = list(counted.known.values()), None
+    if isinstance(move, Try):
+        attempts, parent = [*attempts, *move.adopt], seen.metas[(move.save.save_id, move.place)].ref
+    perhaps = {save.attempt for save in parts if save.attempt in counted.known} - set(counted.counting)
+    forks = [
+        fork_at(attempts, list(facts.values()), parent, {*counted.counting, *more})
+        for more in ((), *((one,) for one in sorted(perhaps)))
+    ]
+    superseded = {save.save_id: save for fork in forks for save in fork.superseded}
+    in_order = sorted(superseded.values(), key=lambda save: (save.step, save.save_id))
+    return replace(forks[0], superseded=tuple(in_order))
 
 
 def rewind(

@@ -240,7 +240,7 @@ BROKEN = [
     Case(
         "what lies in the place and names no step is passed by loudly",
         [disk([a], saved=[a100], damaged=[(replace(broken(a200)[0], step=None, save_id="", save=None), a.attempt)])],
-        tries(a100, says="step None (meta_000200.json): torn"),
+        tries(a100, says="meta_000200.json: torn"),
     ),
 ]
 
