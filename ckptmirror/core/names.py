@@ -29,6 +29,7 @@ __all__ = [
     "OLDER_EVENTS_NAME",
     "PARTS_DIR",
     "PINS_DIR",
+    "ROTATE_LOCK_NAME",
     "STATUS_NAME",
     "TABLE_NAME",
     "TABLE_NOTE_NAME",
@@ -67,6 +68,7 @@ STATUS_NAME = f"{CONTROL_DIR}/status.json"
 TABLE_NAME = f"{CONTROL_DIR}/uploads.db"
 TABLE_NOTE_NAME = f"{CONTROL_DIR}/table.json"  # where the table is, if elsewhere
 LOCK_NAME = f"{CONTROL_DIR}/lock"
+ROTATE_LOCK_NAME = f"{CONTROL_DIR}/rotate.lock"
 TRASH_DIR = f"{CONTROL_DIR}/trash"
 EVENTS_NAME = f"{CONTROL_DIR}/events.jsonl"
 OLDER_EVENTS_NAME = f"{CONTROL_DIR}/events.older.jsonl"

@@ -20,13 +20,14 @@ from ckptmirror.core.errors import (
     RootLocked,
 )
 from ckptmirror.core.model import Meta
+from ckptmirror.core.names import ROTATE_LOCK_NAME
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow import drain as drain_verb
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
-from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, rotate_root
+from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start import leader
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.leader import Node

@@ -11,12 +11,13 @@ import pytest
 from ckptmirror import CheckpointManager
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, NoTable, Temporary
 from ckptmirror.core.model import Meta
+from ckptmirror.core.names import ROTATE_LOCK_NAME
 from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step, stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, rotate_root
+from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.status import is_mirrored, read_status
 from ckptmirror.local.lock import exclusive
 from ckptmirror.local.table_place import table_path

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,29 @@ def test_sees_objects_written_by_another_process(place: MirroredRoot) -> None:
     assert place.states() == {"verified"}
     assert object_names(place.store) == ["meta_000100.json", "model_000100.pt"]
     assert digest_of(b"").size_bytes == 0
+
+
+@pytest.mark.parametrize("rotates", [True, False])
+def test_a_save_that_rotation_deletes_while_it_is_sent_is_no_fault(
+    rotates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optional mirror lacks it still: a rotation does not wait for that, and takes the records out at its end."""
+    place = MirroredRoot(tmp_path / "root", [memory_url()])
+    meta = place.commit(100)
+    failed: list[events.RecordFailed] = []
+    place.bus.subscribe(lambda event: failed.append(event) if isinstance(event, events.RecordFailed) else None)
+    claim = place.table.claim("worker", place.mirrors[0].url, lease_s=300)
+    assert claim is not None
+    (place.root / claim.record.path).unlink()
+
+    @contextmanager
+    def ends(_path: Path, *, timeout_s: float) -> Iterator[None]:
+        assert timeout_s > 0
+        place.table.forget_save(meta.save_id)
+        yield
+
+    if rotates:
+        monkeypatch.setattr(upload_module, "exclusive", ends)
+    upload_module.upload_claimed(place.context(), claim)
+    assert len(failed) == (not rotates)
+    place.close()

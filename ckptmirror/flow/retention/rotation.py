@@ -67,7 +67,6 @@ from ckptmirror.local.uploads import SaveRow, UploadRecord, UploadsTable
 
 __all__ = ["RotationReport", "finish_interrupted", "gather", "rotate", "rotate_root"]
 
-ROTATE_LOCK_NAME = f"{names.CONTROL_DIR}/rotate.lock"
 _LOCK_WAIT_S = 600.0
 _NAMES_WAIT_S = 60.0
 _Result = TypeVar("_Result")
@@ -156,7 +155,7 @@ def rotate(
     Raises:
         WaitTimeout: Another rotation of this root does not end.
     """
-    with exclusive(root / ROTATE_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
+    with exclusive(root / names.ROTATE_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
         if not dry_run:
             _finish(root, table, mirrors)
         copies = snapshots_in(persistent_dir) if persistent_dir is not None else {}
@@ -471,7 +470,7 @@ def finish_interrupted(root: Path, table: UploadsTable, mirrors: Sequence[Mirror
     Raises:
         WaitTimeout: Another rotation of this root does not end.
     """
-    with exclusive(root / ROTATE_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
+    with exclusive(root / names.ROTATE_LOCK_NAME, timeout_s=_LOCK_WAIT_S):
         return _finish(root, table, mirrors)
 
 

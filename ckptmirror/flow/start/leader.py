@@ -61,7 +61,7 @@ from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.retention.durability import Durability, OpenSave, open_saves, waiting_for_nodes
 from ckptmirror.flow.retention.mirror_audit import MirrorAudit
 from ckptmirror.flow.retention.reconcile import add_missing_records, carry_on, reconcile
-from ckptmirror.flow.retention.rotation import ROTATE_LOCK_NAME, RotationReport, rotate
+from ckptmirror.flow.retention.rotation import RotationReport, rotate
 from ckptmirror.flow.retention.rotation_thread import RotationThread
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_catalog
@@ -424,7 +424,7 @@ class Node:
         is_own = rotation is not None and rotation.is_busy
         with contextlib.ExitStack() as held:
             try:  # no rotation may run between reading the disk and writing the records
-                held.enter_context(exclusive(self.root / ROTATE_LOCK_NAME, timeout_s=wait_s))
+                held.enter_context(exclusive(self.root / names.ROTATE_LOCK_NAME, timeout_s=wait_s))
             except CkptMirrorError as error:
                 is_own = is_own or (rotation is not None and rotation.is_busy)  # it is in every run
                 _log.log(logging.DEBUG if is_own else logging.WARNING, "no record is repaired now: %s", error)

@@ -3,6 +3,7 @@
 Rules:
 * ``artifact`` and ``meta`` decide what is sent and when it is verified; this file decides the record's next state.
 * A part that another node has still to upload is waited for, however long.
+* A save that rotation deletes meanwhile is not sent any more, and that is no fault.
 * A temporary fault puts the record back with a growing, jittered delay. A permanent fault fails the record and is
   logged as an error. No record is dropped.
 """
@@ -10,14 +11,17 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import os
 
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, ClaimLost, NodeBehind
+from ckptmirror.core.names import ROTATE_LOCK_NAME
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retry_delay import retry_delay_s
 from ckptmirror.flow.upload.artifact import ArtifactUpload
 from ckptmirror.flow.upload.meta import MetaUpload
 from ckptmirror.flow.upload.sending import UploadContext
+from ckptmirror.local.lock import exclusive
 from ckptmirror.local.uploads import Claim
 
 __all__ = ["TRIES_LIMIT", "upload_claimed"]
@@ -26,6 +30,7 @@ TRIES_LIMIT = 10_000  # about a week at the longest delay
 _FIRST_DELAY_S = 2.0
 _NODE_DELAY_S = 0.5  # nodes that save together also end together, or nearly
 _LONGEST_DELAY_S = 60.0
+_ROTATION_S = 60.0
 
 
 def upload_claimed(context: UploadContext, claim: Claim) -> None:
@@ -92,6 +97,10 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
 
 
 def _fail(context: UploadContext, claim: Claim, reason: str) -> None:
+    if not os.path.lexists(context.root / claim.record.path):
+        # A rotation that is deleting the save, which an optional mirror lacks, takes its records out in a moment.
+        with contextlib.suppress(CkptMirrorError), exclusive(context.root / ROTATE_LOCK_NAME, timeout_s=_ROTATION_S):
+            pass
     try:
         context.table.fail(claim, reason)
     except ClaimLost:
