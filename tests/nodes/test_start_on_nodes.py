@@ -174,6 +174,17 @@ def test_after_a_start_that_failed_the_copy_on_the_disk_comes_first_again(tmp_pa
     expect(replace(job, steps=()).run(), 2, "disk", first[0])
 
 
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_file_that_is_damaged_on_a_node_and_on_the_mirror_is_taken_from_another_node(
+    shares: bool, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "ab", (1, 2), kinds=("dcp",), shares=shares)
+    first = job.run()
+    for place in ("a", "mirror"):
+        flip_bit(tmp_path / place / "dcp_000002" / ".metadata")
+    expect(replace(job, steps=()).run(), 2, job.url, first[0])
+
+
 def test_what_is_damaged_on_the_only_node_that_has_it_is_named_as_it_is_there(tmp_path: Path) -> None:
     Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",)).run()
     flip_bit(tmp_path / "b/dcp_000002/__1_0.distcp")

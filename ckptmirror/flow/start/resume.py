@@ -408,8 +408,7 @@ def _verified_here(
 
     The view is returned where these files were gathered; and last, what is prepared for the load.
 
-    Where nodes share a download and that goes wrong, the mirror's copy may still be good: each then fetches for itself.
-    Where no mirror has the save, and a node's file is damaged, another node may have the same file whole.
+    If that goes wrong, the other ways to get the same save are tried before another copy is.
 
     Raises:
         _CannotUse: A node cannot get a file, or a file differs from what was saved.
@@ -424,20 +423,32 @@ def _verified_here(
         verified = replace(meta, artifacts=tuple(view.needs.values()))
         prepared = _vote_on_bytes(view.path, ranks, verified, proposal.kind, target, view.with_own_names)
     except _CannotUse as found:
-        is_shared = proposal.share_downloads and proposal.place == proposal.mirror
-        is_alone = not proposal.mirror and proposal.trusted
-        if found.result not in (Result.BROKEN, Result.UNREADABLE) or not (is_shared or is_alone):
+        if found.result not in (Result.BROKEN, Result.UNREADABLE) or (another := _other_ways(proposal)) is None:
             raise
         if node is not None:
-            then = "each node fetches its files itself" if is_shared else "another node may have the same file whole"
-            save_logger(_log, meta).warning("step %d: %s; %s", meta.step, found.reason, then)
+            save_logger(_log, meta).warning("step %d: %s; %s", meta.step, found.reason, another[1])
         _discard_all(root, ranks, node, meta)
-        proposal = replace(proposal, share_downloads=proposal.share_downloads and not is_shared, trusted=not is_alone)
         try:
-            return _verified_here(root, ranks, node, proposal, target, whose_lists)
+            return _verified_here(root, ranks, node, another[0], target, whose_lists)
         except _CannotUse as again:
-            raise found if is_alone and again.result is Result.BROKEN else again from None  # in its words
+            raise found if again.result is Result.BROKEN else again from None  # in the words of the first
     return view.path, verified, view, prepared
+
+
+def _other_ways(proposal: Proposal) -> tuple[Proposal, str] | None:
+    """Return how nodes get a save next that they could not use so, and that in words; None: in no other way.
+
+    Where they share a download, the mirror's copy may still be good. Of what is damaged on a node, or on the mirror,
+    another node may have the same file whole.
+    """
+    from_mirror = bool(proposal.mirror) and proposal.place == proposal.mirror
+    if proposal.share_downloads and from_mirror:
+        return replace(proposal, share_downloads=False), "each node fetches its files itself"
+    if from_mirror:
+        proposal = replace(proposal, place=DISK, mirror="", at_place=None)
+    if proposal.mirror or not proposal.trusted:
+        return None
+    return replace(proposal, trusted=False), "another node may have the same file whole"
 
 
 def _all_lists(ranks: Ranks, node: Node | None, proposal: Proposal, view: View) -> Meta:
