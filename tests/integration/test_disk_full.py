@@ -235,7 +235,7 @@ def test_i12_an_io_error_at_any_step_of_a_start_that_fetches_costs_no_save(lasti
     shutil.rmtree(root)
     with failing(DiskFault(code=BROKEN, other_than="mirror.")) as counted:
         assert start() == 2
-    for at in cases(len(counted.labels), 8):
+    for at in cases(len(counted.labels), 4):
         shutil.rmtree(root)
         with failing(DiskFault(at, lasting, BROKEN, other_than="mirror.")) as fault:
             began: list[int | None] = []

@@ -19,7 +19,6 @@ from tests.simulation.small_world import Mirror, World, part_name
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 STATES = 150_000 if FULL else 2_000
-STATES_ON_NODES = 150_000 if FULL else 5_000  # their histories are longer
 HISTORIES = 300 if FULL else 8
 STATES_LIMIT = 30_000  # more than it takes to find any of the planted bugs
 
@@ -81,11 +80,10 @@ def one_failure_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(3000)
 @each_world
 def test_no_history_loses_what_stands_or_waits_for_ever(world: str) -> None:
-    limit = STATES_ON_NODES if world in ON_NODES else STATES
-    report = explore(WORLDS[world], limit)
+    report = explore(WORLDS[world], STATES)
     print(f"{world}: {report.states} states, every history of {report.steps} steps")
     assert not report.wrong, report.told()
-    assert report.states == limit or report.complete
+    assert report.states == STATES or report.complete
 
 
 @pytest.mark.parametrize("world", [SHORT, APART], ids=["one host", "nodes"])
