@@ -30,7 +30,7 @@ __all__ = ["is_writer_alive", "read_status_file", "write_status_file"]
 
 _log = logging.getLogger("ckptmirror")
 _STATUS_LIMIT_BYTES = 1024 * 1024
-_ROOM_BYTES = 16 * 1024  # it takes as much from the beginning
+_ROOM_BYTES = 8 * 1024  # it takes as much from the beginning
 
 
 def write_status_file(root: Path, facts: Mapping[str, Any]) -> None:

@@ -48,7 +48,7 @@ def new_state() -> TrainState:
 # -- the local disk -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", ["size=240k", "size=8m,nr_inodes=26"], ids=["no space", "no inodes"])
+@pytest.mark.parametrize("options", ["size=256k", "size=8m,nr_inodes=26"], ids=["no space", "no inodes"])
 def test_a_disk_that_fills_up_while_saving_fails_the_save_and_keeps_the_earlier_one(
     options: str,
     mounted: Callable[..., Path],

@@ -383,7 +383,7 @@ def test_i8_a_full_disk_does_not_keep_the_trainer_from_saying_what_it_skipped(mo
     (place / names.CONTROL_DIR).mkdir()
     write_status_file(place, {"status": "running"})
     fill(place)
-    facts = {"status": "stopped", "skipped": [{"step": step, "reason": "no room " * 40} for step in range(20)]}
+    facts = {"status": "stopped", "skipped": [{"step": step, "reason": "no room " * 20} for step in range(20)]}
     write_status_file(place, facts)
     assert read_status_file(place)["skipped"] == facts["skipped"]
     write_status_file(place, {"status": "ended"})
