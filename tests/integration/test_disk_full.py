@@ -34,7 +34,7 @@ from tests.kit.cli import run
 from tests.kit.faults import DiskFault, failing, flip_bit
 from tests.kit.quota import quota_of_tables
 from tests.kit.roots import content, leftovers, make_mirrored, make_pending, whole
-from tests.kit.training import everything, new_state, same, saved_run, train, without_workers
+from tests.kit.training import everything, new_state, running, same, saved_run, train, without_workers
 
 pytestmark = pytest.mark.long
 
@@ -186,33 +186,31 @@ def test_i8_a_training_whose_disk_stays_full_goes_on_and_hears_of_each_save(tmp_
 # -- start, upload, rotate ---------------------------------------------------------------------------------------
 
 
+def started(root: Path, *mirrors: str) -> int | None:
+    """Start and end; return the step from which it began."""
+    with running(root, *mirrors, kinds=("model",)) as manager:
+        found = manager.resume(new_state())
+        return found.step if found is not None else None
+
+
 @pytest.mark.parametrize("lasting", [False, True], ids=["full once", "full"])
 def test_i12_a_disk_that_is_full_at_any_step_of_a_start_costs_no_save(lasting: bool, tmp_path: Path) -> None:
     prepared, root = tmp_path / "prepared", tmp_path / "run"
     saved_run(root, (1, 2), kinds=("model",))
     root.rename(prepared)
 
-    def start() -> int | None:
-        manager = CheckpointManager(root, kinds=("model",))
-        try:
-            found = manager.resume(new_state())
-            return found.step if found is not None else None
-        finally:
-            with suppress(errors.CkptMirrorError):
-                manager.close(timeout_s=0)
-
     shutil.copytree(prepared, root, symlinks=True)
     with failing(DiskFault()) as counted:
-        assert start() == 2
+        assert started(root) == 2
     for at in cases(len(counted.labels), 6):
         shutil.rmtree(root)
         shutil.copytree(prepared, root, symlinks=True)
         with failing(DiskFault(at, lasting)):
-            failure = outcome(start)
+            failure = outcome(lambda: started(root))
         if failure is not None:
             assert_says(failure, FULL)
         assert sorted(whole(root)) == [1, 2]
-        assert start() == 2
+        assert started(root) == 2
         assert_sound(root)
 
 
@@ -223,29 +221,20 @@ def test_i12_an_io_error_at_any_step_of_a_start_that_fetches_costs_no_save(lasti
     root, url = tmp_path / "run", f"file://{tmp_path}/mirror"
     saved_run(root, (1, 2), url, kinds=("model",))
 
-    def start() -> int | None:
-        manager = CheckpointManager(root, [url], kinds=("model",))
-        try:
-            found = manager.resume(new_state())
-            return found.step if found is not None else None
-        finally:
-            with suppress(errors.CkptMirrorError):
-                manager.close(timeout_s=0)
-
     shutil.rmtree(root)
     with failing(DiskFault(code=BROKEN, other_than="mirror.")) as counted:
-        assert start() == 2
+        assert started(root, url) == 2
     for at in cases(len(counted.labels), 4):
         shutil.rmtree(root)
         with failing(DiskFault(at, lasting, BROKEN, other_than="mirror.")) as fault:
             began: list[int | None] = []
-            failure = outcome(lambda began=began: began.append(start()))
+            failure = outcome(lambda began=began: began.append(started(root, url)))
         if failure is None:
             assert began == [2], fault.struck
         else:
             assert failure.hint
             assert failure.exit_code in (5, 6, 10), fault.struck
-        assert start() == 2
+        assert started(root, url) == 2
 
 
 @pytest.mark.parametrize("lasting", [False, True], ids=["full once", "full"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from typing import Any
@@ -45,13 +47,24 @@ def _begin(environment: dict[str, str], work: Callable[..., object], arguments: 
     work(*arguments, **more)
 
 
+@dataclass(frozen=True)
+class _Raised:
+    """What a rank sends that has nothing to return."""
+
+    traceback: str
+
+
 def _process(
     job: Job, rank: int, size: int, port: int, store_in_rank_0: bool, pipe: Any, args: tuple[Any, ...]
 ) -> None:
     first = rank == 0 and store_in_rank_0
-    store = dist.TCPStore("127.0.0.1", port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=30))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    pipe.send(job(rank, *args))
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=first, wait_for_workers=False, timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        pipe.send(job(rank, *args))
+    except BaseException:
+        pipe.send(_Raised(traceback.format_exc()))
+        raise
     assert pipe.recv() == "all done"  # a rank that leaves early would look like a dead one
     dist.destroy_process_group()
 
@@ -85,6 +98,7 @@ def run_ranks(
                 continue
             assert mine.poll(limit_s), f"rank {rank} said nothing within {limit_s} s"
             results.append(mine.recv())
+            assert not isinstance(results[-1], _Raised), f"rank {rank}: {results[-1].traceback}"
         for rank, (mine, _) in enumerate(pipes):
             if rank not in dead:
                 mine.send("all done")
