@@ -81,7 +81,8 @@ def command(root: Path, with_code: bool, mirrors: tuple[str, ...], as_json: bool
         print(f"NOT SAVED: {steps} {were} skipped because the disk was full: {status.skipped_why}")
     safe = "none on this disk" if status.newest_safe_step is None else status.newest_safe_step
     print(f"newest step {_or_none(status.newest_step)}, newest safe step {safe}")
-    print_table(_COLUMNS, [_cells(line) for line in status.saves])
+    unsafe = "on no required mirror" if status.optional else "local only"
+    print_table(_COLUMNS, [_cells(line, unsafe) for line in status.saves])
     for line in (one for one in status.saves if one.quarantined):
         print(f"quarantined: step {line.step} (save {line.save_id[:8]}): {line.quarantined}")
         print(f"  a start goes back past it, unless it is released: {_release(status, line)}")
@@ -172,7 +173,7 @@ def _is_apart(one: Path, other: Path) -> bool:
         return False
 
 
-def _cells(line: SaveLine) -> list[Cell]:
+def _cells(line: SaveLine, unsafe: str) -> list[Cell]:
     open_on = "; ".join(f"{url}: {plain_reason(why)}" for url, why in line.waiting.items())
     safe = ", not on ".join(["safe", *line.without])
     return [
@@ -182,7 +183,7 @@ def _cells(line: SaveLine) -> list[Cell]:
         (line.standing, standing_style(line.standing)),
         line.save_id[:8],
         age_text(line.created_at_utc),
-        (safe, "green") if line.safe else (open_on or "local only", "red"),
+        (safe, "green") if line.safe else (open_on or unsafe, "red"),
     ]
 
 

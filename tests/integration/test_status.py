@@ -115,3 +115,5 @@ def test_an_optional_mirror_that_has_everything_is_named_where_none_is_required(
     assert said.startswith(
         f"NOT SAFE: no required mirror is configured; {url}, which is optional, has every save that is here"
     )
+    assert "on no required mirror" in said
+    assert "local only" not in said
