@@ -128,8 +128,8 @@ def _print_rewound(root: Path, rewound: Rewound) -> None:
     _warn(rewound.unreachable)
     if undo := _undo(root, rewound):
         print(f"nothing was deleted; to undo it: `{undo}`", file=sys.stderr)
-    elif rewound.fork.superseded:
-        start = f"start all nodes once with manager.resume(state, policy={rewound.fork.superseded[-1].save_id[:8]!r})"
+    elif rewound.before_of_all is not None:
+        start = f"start all nodes once with manager.resume(state, policy={rewound.before_of_all.save_id[:8]!r})"
         print(f"nothing was deleted; to undo it, {start}", file=sys.stderr)
 
 
@@ -144,8 +144,8 @@ def _warn(untold: Mapping[str, str]) -> None:
 
 def _undo(root: Path, rewound: Rewound) -> str:
     """Return the command that undoes it; "" if there is none: of the newest, this disk has only a node's part."""
-    before, left = rewound.before, rewound.fork.superseded
-    if before is None or (left and left[-1].step > before.step):
+    before = rewound.before
+    if before is None or rewound.before_of_all is not None:
         return ""
     return f"ckptmirror rewind --root {quote(str(root))} --save {before.save_id[:8]}"
 

@@ -130,3 +130,20 @@ def test_of_an_optional_mirror_it_is_not_said_that_the_run_required_it(tmp_path:
         manager.save(1, new_state())
     forgotten = run("forget-mirror", "--root", root, "--url", gone)
     assert forgotten.stdout == f"The run does not require {gone}; nothing more is sent there. It now requires {kept}.\n"
+
+
+def test_a_mirror_that_was_pushed_to_is_sent_nothing_more(tmp_path: Path) -> None:
+    root, kept, pushed = tmp_path / "root", f"file://{tmp_path}/kept", f"file://{tmp_path}/usb/pushed"
+    saved_run(root, (1,), kept)
+    (tmp_path / "usb").mkdir()
+    assert run("push", "--root", root, "--mirror", pushed).returncode == 0
+    saved_run(root, (2,), kept)
+    shutil.rmtree(tmp_path / "usb")
+    assert run("drain", "--root", root, "--timeout", "1").returncode == 8
+    forgotten = run("forget-mirror", "--root", root, "--url", pushed)
+    assert forgotten.stdout == (
+        f"The run does not require {pushed}; nothing more is sent there. It now requires {kept}.\n"
+    )
+    assert not forgotten.stderr
+    assert [url for url, _ in read_status(root).mirrors] == [kept]
+    assert run("drain", "--root", root).returncode == 0

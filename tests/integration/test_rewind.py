@@ -34,7 +34,7 @@ from ckptmirror.local.table_place import table_path
 from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import assert_tells, run
 from tests.kit.faults import faulty, flip_bit, refusing
-from tests.kit.roots import content, drained, make_pending
+from tests.kit.roots import content, drained, make_pending, whole
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts
 from tests.kit.training import everything, new_state, running, same, saved_run
 
@@ -113,6 +113,28 @@ def test_it_is_undone_by_the_command_that_it_prints(tmp_path: Path) -> None:
     assert undone.returncode == 0, undone.stderr
     for place in (root, url):
         assert standings(place) == {100: "current", 200: "current", 300: "current"}
+
+
+def test_the_command_that_undoes_it_goes_to_the_newest_save_that_is_whole(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    saved_run(root, (1, 2, 3), kinds=("model",))
+    (root / "model_000003.pt").unlink()
+    rewound = run("rewind", "--root", root, "--step", "1")
+    assert "supersede     step 3" in rewound.stdout
+    newest = whole(root)[2].save_id[:8]
+    assert f"to undo it: `ckptmirror rewind --root {root} --save {newest}`" in rewound.stderr
+
+
+def test_a_mirror_that_was_pushed_to_and_is_gone_hinders_nothing(tmp_path: Path) -> None:
+    root, _, _ = drained(tmp_path, 100, 200)
+    (tmp_path / "usb").mkdir()
+    url = f"file://{tmp_path}/usb/pushed"
+    assert run("push", "--root", root, "--mirror", url).returncode == 0
+    shutil.rmtree(tmp_path / "usb")
+    rewound = run("rewind", "--root", root, "--scratch")
+    assert rewound.returncode == 0, rewound.stderr
+    assert f"warning: {url} does not answer" in rewound.stderr
+    assert "has not recorded it yet" not in rewound.stderr
 
 
 def test_a_trainer_elsewhere_is_fenced(tmp_path: Path) -> None:

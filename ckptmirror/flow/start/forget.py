@@ -6,6 +6,7 @@ Rules:
   mirror in its configuration does.
 * The root's table no longer lists it, so that no verb waits for it either. Uploads that wait for it stay in the table
   until it is configured again. The last mirror stays listed: without one, saves would not wait for any.
+* A mirror that a person pushed to is taken from the table alone, for no list names it: drains send nothing more there.
 * Nothing on the mirror and no file of a save changes.
 """
 
@@ -53,11 +54,11 @@ class Forgotten:
 
 
 def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
-    """Remove a required mirror from the run of a root.
+    """Remove a mirror from the run of a root.
 
     Args:
         root: The local root.
-        url: The mirror's URL.
+        url: The mirror's URL; also one that a person pushed to.
         dry_run: Change nothing, and return what would change.
 
     Raises:
@@ -71,21 +72,27 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
     with open_known_table(root) as table:
         lock.acquire({"verb": "forget-mirror"})
         try:
-            rows = [row for row in table.mirrors() if not row.pushed]
-            specs = [MirrorSpec(row.url, row.required) for row in rows if row.url != url]
+            rows = table.mirrors()
+            pushed = {row.url for row in rows if row.pushed}
+            specs = [MirrorSpec(row.url, row.required) for row in rows if row.url != url and not row.pushed]
             mirrors = open_mirrors(specs, root, table)
             try:
-                forgotten = _forget(root, url, mirrors, url in {row.url for row in rows}, dry_run)
+                is_configured = url in {row.url for row in rows} - pushed
+                forgotten = _forget(root, url, mirrors, is_configured, dry_run, was_pushed=url in pushed)
             finally:
                 close_mirrors(mirrors)
-            if forgotten.is_configured and specs and not dry_run:
+            if url in pushed and not dry_run:
+                table.set_mirrors([(row.url, row.required) for row in rows if row.url != url], pushed - {url})
+            elif is_configured and specs and not dry_run:
                 set_mirrors(table, specs)
             return forgotten
         finally:
             lock.release()
 
 
-def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool, dry_run: bool) -> Forgotten:
+def _forget(
+    root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool, dry_run: bool, *, was_pushed: bool
+) -> Forgotten:
     here = listed_attempts(root)
     lists: dict[str, tuple[AttemptList, int]] = {}
     unreachable: dict[str, str] = {}
@@ -100,6 +107,8 @@ def _forget(root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool
             lists[mirror.url] = (listed, generation)
     every = [listed for listed, _ in lists.values()] + ([here] if here is not None else [])
     named = {one for attempts in every for one in attempts.required}
+    if url not in named and was_pushed:
+        return Forgotten(url, tuple(sorted(named)), (), {}, is_configured, was_required=False)
     if url not in named and not is_configured:
         known = ", ".join(sorted(named)) or "none"
         raise CheckpointNotFound(

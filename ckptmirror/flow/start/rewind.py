@@ -12,6 +12,7 @@ Rules:
 * Nothing is recorded until a copy is on this disk with every checksum verified.
 * It is recorded even if the run already seems to continue from that save: something newer may be out of sight, or an
   attempt elsewhere may be about to save.
+* A mirror that a person pushed to is asked for its copies; the run does not depend on it, so nothing waits for it.
 * Mirrors that do not answer are reported. The next start here, or the same rewind again, records it there. Until then,
   a start elsewhere that asks only those mirrors does not know about the rewind.
 """
@@ -21,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
@@ -41,6 +42,7 @@ from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.decide import Refuse, Result, Scratch, Try, Wish, next_move, run_of
 from ckptmirror.core.start.disks import never_whole
+from ckptmirror.core.start.evidence import Evidence
 from ckptmirror.core.start.explain import unknown_reference
 from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -93,6 +95,8 @@ class Rewound:
         step: The step of the save; 0 with no ``save_id`` and no ``kind`` if the run starts over.
         place: Where the copy came from: ``"disk"``, or a mirror's URL; "" for none.
         before: The newest whole save of the lineage before; a rewind to it undoes this one. None if there was none.
+        before_of_all: A newer save that was on the lineage before, of which this disk has one node's part: a start of
+            all nodes from it undoes this. None if there is none.
         recorded_on: The mirrors whose lists record it.
         unreachable: The mirrors that do not record it yet, with the reason.
     """
@@ -104,6 +108,7 @@ class Rewound:
     place: str
     fork: Fork
     before: SaveFacts | None
+    before_of_all: SaveFacts | None
     recorded_on: tuple[str, ...]
     unreachable: Mapping[str, str]
 
@@ -127,13 +132,15 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     check_is_no_mirror(root)
     with _looking(root, mirrors) as (opened, table):
         seen = survey([look_at_disk(root, table, read_root_id(root))], opened)
+        pushed = {row.url for row in table.mirrors() if row.pushed} if table is not None else set()
+    silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
+    seen = _without(seen, pushed & silent.keys())
     if run_of(seen.evidence) is None:
         where = ", ".join([str(root), *(mirror.url for mirror in opened)])
         raise CheckpointNotFound(f"{where} names no run.", hint="Check --root and --mirror.")
     move = next_move(seen.evidence, Wish(reference, force=True))
     if isinstance(move, Refuse):
         raise _with_verb(root, reference, seen, move.error)
-    silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
     if isinstance(move, Scratch):
         return RewindPlan(None, (), _fork(seen, move), silent)
     assert isinstance(move, Try), "a save was named"
@@ -143,6 +150,12 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     there = {place for save_id, place in seen.metas if save_id == move.save.save_id}
     places = (move.place, *(place for place in rows if place in there and place != move.place))
     return RewindPlan(move.save, places, _fork(seen, move), silent)
+
+
+def _without(seen: Survey, places: Collection[str]) -> Survey:
+    """Leave out places that were asked."""
+    rows = tuple(row for row in seen.evidence.rows if row.place not in places)
+    return replace(seen, evidence=replace(seen.evidence, rows=rows))
 
 
 def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirrorError) -> CkptMirrorError:
@@ -223,10 +236,10 @@ def rewind(
         AttemptFenced: A newer attempt of the run is starting right now. Nothing was recorded.
     """
     check_can_sign(root)
-    plan_rewind(root, reference, mirrors=mirrors)  # raises before anything is written anywhere
+    plan = plan_rewind(root, reference, mirrors=mirrors)  # raises before anything is written anywhere
     bus = bus or events.EventBus()
     began = time.monotonic()
-    node = Node(root, _specs(root, mirrors), Retention(), bus, verb="rewind")
+    node = Node(root, _specs(root, mirrors, plan.silent), Retention(), bus, verb="rewind")
     try:
         node.prepare()
         bringer = Bringer(
@@ -237,7 +250,9 @@ def rewind(
                 on_progress(at.received_bytes + at.kept_bytes, at.total_bytes) if on_progress is not None else None
             ),
         )
-        proposal, meta, claim, before, fork = _recorded(root, bringer, on_progress)
+        proposal, meta, claim, seen, fork = _recorded(root, bringer, on_progress)
+        order = count(seen.evidence).order.in_order()
+        before = order[-1] if order and order[-1].save_id != (meta.save_id if meta is not None else "") else None
         forget_brought(root)
         if meta is not None:
             _point_latest_at(root, meta)
@@ -260,7 +275,8 @@ def rewind(
             kind=proposal.kind if meta is not None else None,
             place=place,
             fork=fork,
-            before=before if before is None or before.save_id != save_id else None,
+            before=before,
+            before_of_all=_newest_of_all(seen.evidence, fork, order[-1] if order else None),
             recorded_on=tuple(mirror.url for mirror in node.mirrors if mirror.url not in claim.unclaimed),
             unreachable=dict(claim.unclaimed),
         )
@@ -270,17 +286,25 @@ def rewind(
 
 def _recorded(
     root: Path, bringer: Bringer, on_progress: OnBytes | None
-) -> tuple[Proposal, Meta | None, RunClaim, SaveFacts | None, Fork]:
-    """Record the decision once a copy is here; return it with the newest save before it and what it changes."""
+) -> tuple[Proposal, Meta | None, RunClaim, Survey, Fork]:
+    """Record the decision once a copy is here; return it with what was seen before it and what it changes."""
     for _ in range(_STARTS_LIMIT):
         proposal, meta = _first_sound(root, bringer, on_progress)
-        order = count(bringer.seen.evidence).order.in_order()
-        fork = _fork(bringer.seen, bringer.chosen or Scratch(by_person=True))
+        seen = bringer.seen
+        fork = _fork(seen, bringer.chosen or Scratch(by_person=True))
         try:
-            return proposal, meta, bringer.claim(proposal), order[-1] if order else None, fork
+            return proposal, meta, bringer.claim(proposal), seen, fork
         except StartOver as why:
             bringer.start_over(why)
     raise Temporary("Other attempts of this run keep starting at the same time.", hint="Stop them first.")
+
+
+def _newest_of_all(evidence: Evidence, fork: Fork, whole: SaveFacts | None) -> SaveFacts | None:
+    """Return the newest superseded save that is newer than the newest ``whole`` one and that all nodes may have."""
+    lost = never_whole(evidence)
+    parts = {part.save.save_id for part in evidence.disk.parts if part.of > 1 and part.save not in lost}
+    newer = [save for save in fork.superseded if whole is None or save.step > whole.step]
+    return next((save for save in reversed(newer) if save.save_id in parts), None)
 
 
 def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> tuple[Proposal, Meta | None]:
@@ -328,13 +352,14 @@ def _point_latest_at(root: Path, meta: Meta) -> None:
 # -- which mirrors -------------------------------------------------------------------------------------------
 
 
-def _specs(root: Path, mirrors: Sequence[str]) -> list[MirrorSpec]:
-    """Return the mirrors of the root's table, then those that the caller added."""
+def _specs(root: Path, mirrors: Sequence[str], silent: Collection[str] = ()) -> list[MirrorSpec]:
+    """Return the mirrors of the root's table, but ``silent`` ones that were pushed to, then those of the caller."""
     named = mirror_specs(mirrors)
     known: list[MirrorSpec] = []
     with _table_of(root, named) as table:
         if table is not None:
-            known = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+            rows = [row for row in table.mirrors() if not (row.pushed and row.url in silent)]
+            known = [MirrorSpec(row.url, row.required) for row in rows]
     urls = {spec.url for spec in known}
     return [*known, *(spec for spec in named if spec.url not in urls)]
 
