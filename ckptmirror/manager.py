@@ -35,8 +35,10 @@ from ckptmirror.arguments import (
 from ckptmirror.core import events, signing
 from ckptmirror.core.command_changes import checked_wins
 from ckptmirror.core.errors import (
+    BackgroundSaveFailed,
     CkptMirrorError,
     DeadlinePassed,
+    RankFailed,
     UsageError,
     WaitTimeout,
 )
@@ -661,5 +663,11 @@ class CheckpointManager:
 
 
 def _is_failure(error: BaseException | None) -> bool:
-    """Whether training ends because of an error that may be the fault of the save: not of a stop, nor of a place."""
+    """Whether training ends because of an error that may be the fault of the save: not of a stop, nor of a place.
+
+    That another rank died is such an error too, also if a save in the background was what noticed it.
+    """
+    cause = error.__cause__ if isinstance(error, BackgroundSaveFailed) else error
+    if isinstance(cause, RankFailed):
+        return cause.is_death
     return isinstance(error, Exception) and not isinstance(error, CkptMirrorError)

@@ -314,8 +314,13 @@ class DeadlinePassed(CkptMirrorError):
 
 
 class RankFailed(CkptMirrorError):
-    """Another rank failed, so this one cannot continue."""
+    """Another rank failed, so this one cannot continue.
 
+    Attributes:
+        is_death: Whether that rank's process ended, or raised an error that is not ckptmirror's.
+    """
+
+    is_death = False
     hint = "Read the first error in the log of that rank."
 
 

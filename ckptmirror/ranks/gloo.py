@@ -226,6 +226,8 @@ class GlooRanks:
         if broken is not None:
             again = "Start the job again: it continues from its newest save."
             before = type(broken)(f"{what}: the channel broke before: {broken.message}", hint=again)
+            if isinstance(broken, RankFailed) and isinstance(before, RankFailed):
+                before.is_death = broken.is_death
             raise error if error is not None else before
         data = b""
         if error is None:
@@ -298,7 +300,9 @@ class GlooRanks:
                 passed.result()
                 self._known.add(peer)
         except RuntimeError as error:
-            self._broken = RankFailed(f"{self._named(peer)} is gone: {self._why_gone(peer, error)}")
+            reason = self._reason_of(peer)
+            self._broken = RankFailed(f"{self._named(peer)} is gone: {reason or _words(error)}")
+            self._broken.is_death = not reason and time.monotonic() < deadline
             raise self._broken from error
 
     def channel(self, name: str, *, more_s: float = 0.0) -> GlooRanks:

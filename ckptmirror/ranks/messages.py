@@ -106,6 +106,7 @@ def pack_value(value: Any) -> bytes:
     return data
 
 
+_STOPS = ("KeyboardInterrupt", "SystemExit")
 _MIXED_HINT = (
     "Let all ranks make the same calls, in the same order and with the same arguments (the kinds of a save, too); then "
     "start the job again. If they do, read the first error in the log of that rank."
@@ -147,7 +148,9 @@ def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> Ck
         return WaitTimeout(f"{what}: {answer.reason}")
     failures = answer.failures or {}
     if not failures:
-        return RankFailed(f"{what}: {answer.reason}", hint=_MIXED_HINT if answer.outcome == "mixed" else None)
+        error = RankFailed(f"{what}: {answer.reason}", hint=_MIXED_HINT if answer.outcome == "mixed" else None)
+        error.is_death = answer.outcome == "missing"
+        return error
     first = sorted(failures.items())[:8]
     text = "; ".join(
         failure.message if failure.says_who else f"{rank_name(rank, nodes_of_ranks)} failed: {failure.message}"
@@ -156,9 +159,16 @@ def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> Ck
     if len(failures) > 8:
         text += f"; and {len(failures) - 8} more ranks"
     error = RankFailed(f"{what}: {text}")
-    kinds = {failure.kind for failure in failures.values()}
-    kind = getattr(errors, kinds.pop(), None) if len(kinds) == 1 else None
-    if isinstance(kind, type) and issubclass(kind, CkptMirrorError):
+    kinds = {failure.kind: _own_class(failure.kind) for failure in failures.values()}
+    error.is_death = any(own is None for name, own in kinds.items() if name not in _STOPS)
+    kind = next(iter(kinds.values())) if len(kinds) == 1 else None
+    if kind is not None:
         vars(error).update(exit_code=kind.exit_code, temporary=kind.temporary, lacks_room=kind.lacks_room)
         error.hint = next(iter(failures.values())).hint or kind.hint
     return error
+
+
+def _own_class(name: str) -> type[CkptMirrorError] | None:
+    """Return the class of ckptmirror's errors that has this name."""
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, CkptMirrorError) else None

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ckptmirror import CheckpointManager, list_checkpoints
+from ckptmirror.core.errors import CkptMirrorError
 from tests.nodes.jobs import WAIT_S, Found, Job, built
 
 pytestmark = pytest.mark.long
@@ -35,6 +38,36 @@ def next_job(base: Path, nodes: str) -> list[Found]:
     found = Job(base, nodes).run()
     assert [one.failed for one in found] == [""] * len(nodes)
     return found
+
+
+def die(rank: int, job: Job, *, who: int, kills: bool) -> str:
+    """Resume, report a step, and end on one rank; the others hear of it from a save. Return what they heard."""
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], timeout_s=WAIT_S)
+    try:
+        with manager:
+            state = built(job.wrapped)
+            info = manager.resume(state)
+            assert info is not None
+            manager.report(info.step + 1, 0.5)
+            manager.ranks.exchange(None, what="have all reported")
+            if rank != who:
+                manager.save(info.step + 1, state).wait()
+            elif kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            else:
+                raise ZeroDivisionError
+    except (CkptMirrorError, ZeroDivisionError) as error:
+        return type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize(("nodes", "who", "kills"), [("ab", 0, True), ("ab", 1, True), ("aa", 1, False)])
+def test_that_another_rank_died_is_no_end_in_order(nodes: str, who: int, kills: bool, tmp_path: Path) -> None:
+    Job(tmp_path, nodes, (1, 2)).run()
+    for _ in range(3):
+        said = Job(tmp_path, nodes).run(partial(die, who=who, kills=kills), dead=(who,) if kills else ())
+        assert said[1 - who] in ("RankFailed", "BackgroundSaveFailed")
+    assert [one.step for one in next_job(tmp_path, nodes)] == [1, 1]
 
 
 @pytest.mark.parametrize("diverges", [(), (0,), (1,)], ids=["died", "diverged on node 0", "diverged on node 1"])
