@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -65,16 +67,19 @@ def test_without_a_mirror_nodes_send_one_another_what_they_read(wrapped: str, tm
 
 
 @pytest.mark.parametrize("damaged", ["a", "b"])
-def test_a_damaged_file_is_taken_from_another_node_that_has_it_whole(damaged: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [flip_bit, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_damaged_file_is_taken_from_another_node_that_has_it_whole(
+    damage: Callable[[Path], object], damaged: str, tmp_path: Path
+) -> None:
     first = Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",)).run()
-    flip_bit(tmp_path / damaged / "dcp_000002" / ".metadata")
+    damage(tmp_path / damaged / "dcp_000002" / ".metadata")
     expect(Job(tmp_path, "ab", (), mirrored=False, kinds=("dcp",)).run(), 2, "disk", first[0])
 
 
-def resume_denied(rank: int, job: Job) -> Found:
-    """Take part where node b may not open its files of rank 1, as the kernel has it for files of another user."""
+def resume_denied(name: str, rank: int, job: Job) -> Found:
+    """Take part where node b may not open a file of rank 1, as the kernel has it for files of another user."""
     really_open, really_link = os.open, os.link
-    theirs = {path.stat().st_ino for path in (job.base / "b").glob("dcp_000002/__1_0.distcp")}
+    theirs = {path.stat().st_ino for path in (job.base / "b").glob(name)}
 
     def deny(path: object) -> None:
         if isinstance(path, str | Path) and os.path.lexists(path) and os.lstat(path).st_ino in theirs:
@@ -92,15 +97,18 @@ def resume_denied(rank: int, job: Job) -> Found:
     return take_part(rank, job)
 
 
+@pytest.mark.parametrize("name", ["dcp_000002/__1_0.distcp", "extra_000002_rank1.pt"])
 @pytest.mark.parametrize("mirrored", [True, False])
-def test_a_file_that_a_node_may_not_open_comes_from_the_mirror_or_is_named(mirrored: bool, tmp_path: Path) -> None:
+def test_a_file_that_a_node_may_not_open_comes_from_the_mirror_or_is_named(
+    mirrored: bool, name: str, tmp_path: Path
+) -> None:
     job = Job(tmp_path, "ab", (1, 2), mirrored=mirrored, kinds=("dcp",))
     first = job.run()
-    found = replace(job, steps=()).run(resume_denied)
+    found = replace(job, steps=()).run(functools.partial(resume_denied, name))
     if mirrored:
         expect(found, 2, "disk", first[0])
     else:
-        path = tmp_path / "b/dcp_000002/__1_0.distcp"
+        path = tmp_path / "b" / name
         assert f"rank 1 on node 1: {path}: it cannot be read: Permission denied" in found[0].failed
         expect(replace(job, steps=()).run(), 2, "disk", first[0])
 
@@ -144,7 +152,7 @@ def test_of_a_damaged_file_and_one_that_cannot_be_read_now_the_second_decides(tm
     job = Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",))
     first = job.run()
     flip_bit(tmp_path / "a/dcp_000002/.metadata")
-    for found in replace(job, steps=()).run(resume_denied):
+    for found in replace(job, steps=()).run(functools.partial(resume_denied, "dcp_000002/__1_0.distcp")):
         assert "b/dcp_000002/__1_0.distcp: it cannot be read: Permission denied. It may be whole" in found.failed
     expect(replace(job, steps=()).run(), 2, "disk", first[0])
 
@@ -182,6 +190,14 @@ def test_a_file_that_is_damaged_on_a_node_and_on_the_mirror_is_taken_from_anothe
     first = job.run()
     for place in ("a", "mirror"):
         flip_bit(tmp_path / place / "dcp_000002" / ".metadata")
+    expect(replace(job, steps=()).run(), 2, job.url, first[0])
+
+
+def test_of_two_damaged_files_each_is_taken_from_where_it_is_whole(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, 2), kinds=("model",))
+    first = job.run()
+    flip_bit(tmp_path / "a" / "optim_000002_rank0.pt")
+    flip_bit(tmp_path / "mirror" / "model_000002.pt")
     expect(replace(job, steps=()).run(), 2, job.url, first[0])
 
 

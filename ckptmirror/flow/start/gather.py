@@ -189,7 +189,7 @@ class View:
                 read |= {f"{name.dcp_dir}/{one}" for one in shards}
             which = snapshot_files_read if self._kind == "emergency" else extra_files_read
             read |= which(self.path, self._meta, target)
-        except (IntegrityError, FileNotFoundError):  # the vote finds what is wrong
+        except (IntegrityError, OSError):  # the vote finds what is wrong
             return None
         if len(read) == len(self._files):
             return None
@@ -388,7 +388,7 @@ def _send(channel: Ranks, path: Path, to: int, pieces: Iterable[memoryview]) -> 
             except CkptMirrorError as error:
                 failures.append(error)
             except OSError as error:
-                failures.append(disk_error(error, "read", path))
+                failures.append(IntegrityError(f"{path} cannot be read: {error.strerror}."))
                 failures[-1].__cause__ = error
             channel.send(piece, to)
     return failures

@@ -305,7 +305,8 @@ def _gather(
         copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place, ranks)
         _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     whose = ranks.node_ranks if target.state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
-    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=is_trusted, sends=not proposal.mirror)
+    sends = proposal.place == DISK or not proposal.mirror
+    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=is_trusted, sends=sends)
     _complete(ranks, node, proposal, view, view.begin)
     read = gather_result(ranks, lambda: view.files_read(target), what="ask which files are read", to="node")
     for rank in ranks.node_ranks:
@@ -337,6 +338,7 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         return
     found = ranks.exchange(mine, what="find out which node has what")
     holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
+    fetched: Mapping[int, Gathered] = {}
     if proposal.mirror:
         to_fetch = fetched_by(holdings, sizes_bytes, shared=proposal.share_downloads)
         fetched = _fetch(ranks, node, proposal, view, to_fetch) if to_fetch else {}
@@ -350,6 +352,8 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         for rank, why in of_ranks:
             if why is not None:
                 raise _CannotUse(f"{rank_name(rank, ranks.nodes_of_ranks)}: {why}", Result.UNREADABLE)
+        if not proposal.trusted:  # nothing else has this file: why it was not fetched decides
+            _check_all(ranks, fetched)
         raise _CannotUse(f"no node has {needed[0]}", Result.BROKEN)
     if plan:
         channel = ranks.channel("files", more_s=relay_s(plan, sizes_bytes))
@@ -439,14 +443,14 @@ def _other_ways(proposal: Proposal) -> tuple[Proposal, str] | None:
     """Return how nodes get a save next that they could not use so, and that in words; None: in no other way.
 
     Where they share a download, the mirror's copy may still be good. Of what is damaged on a node, or on the mirror,
-    another node may have the same file whole.
+    another node may have the same file whole; then the mirror sends only what no node has.
     """
     from_mirror = bool(proposal.mirror) and proposal.place == proposal.mirror
     if proposal.share_downloads and from_mirror:
         return replace(proposal, share_downloads=False), "each node fetches its files itself"
     if from_mirror:
-        proposal = replace(proposal, place=DISK, mirror="", at_place=None)
-    if proposal.mirror or not proposal.trusted:
+        proposal = replace(proposal, place=DISK, share_downloads=True)
+    elif proposal.mirror or not proposal.trusted:
         return None
     return replace(proposal, trusted=False), "another node may have the same file whole"
 

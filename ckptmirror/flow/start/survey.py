@@ -204,6 +204,10 @@ class _Rows:
                     self._found[(save_id, DISK)] = whole  # also where a disk has a copy
             except BrokenMeta as error:
                 wrong[save_id] = str(error)
+        mended = [
+            replace(row, parts=tuple(self._with_copies(one, disk) for one in row.parts))
+            for disk, row in zip(self._disks, rows, strict=True)
+        ]
         return [
             replace(
                 row,
@@ -212,8 +216,26 @@ class _Rows:
                     for one in row.parts
                 ),
             )
-            for row in rows
+            for row in mended
         ]
+
+    def _with_copies(self, part: Part, disk: DiskFacts) -> Part:
+        """Return a disk's part; it is whole if other disks have copies of the files that are damaged here."""
+        damaged = disk.catalog.damaged.get(part.save.save_id, ())
+        if not damaged or "emergency" in part.save.kinds:
+            return part
+        elsewhere = {
+            names.plain(one.path): one.digest
+            for other in self._disks
+            for meta in other.catalog.metas()
+            if other is not disk and meta.save_id == part.save.save_id
+            for one in meta.artifacts
+            if one not in other.catalog.damaged.get(meta.save_id, ())
+        }
+        copies = [(one, elsewhere.get(names.plain(one.path))) for one in damaged]
+        if any(copy is None or not copy.agrees_with(one.digest) for one, copy in copies):
+            return part
+        return replace(part, kinds=part.save.kinds, why="", hindrance="")
 
     def _labelled(self, number: int, row: Row) -> Row:
         """Name the node in front of what is on its disk, where there are several."""
