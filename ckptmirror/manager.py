@@ -190,7 +190,7 @@ class CheckpointManager:
                 "kinds": ", ".join(self.kinds),
                 "verify_keys": ", ".join(signing.current().verify_keys),
                 "persistent_dir": str(self._persistent_dir or ""),
-                "signing_key": "one" if signing.current().sign is not None else "",
+                "signing_key": signing.signer(),
             }
             mine = said if self.ranks.is_leader else None
             met = self.ranks.exchange((mine, given.stage), what="open the root", error=failure)

@@ -114,15 +114,25 @@ def part_from_bytes(data: bytes) -> Meta:
     So what nobody signed must not pass: without verify keys, only what this process's own key has signed is believed.
 
     Raises:
-        BrokenMeta: It is not valid, or not signed so.
+        BrokenMeta: It is not valid.
+        NotSigned: It is not signed so.
     """
     sign = signing.current().sign
     if sign is None or signing.current().is_signed is not None:
         return meta_from_bytes(data)
 
     def check(_: Mapping[str, Any], content: bytes, signature: bytes | None) -> None:
+        if signature is None:
+            raise NotSigned(
+                "It is not signed, and this process would sign the whole save.",
+                hint="If no node of this job wrote it, delete it, then `ckptmirror retry` on each node.",
+            )
         if signature != sign(content):  # Ed25519 gives equal bytes one signature (RFC 8032)
-            raise NotSigned("It is not signed by the signing_key of this process, which would sign the whole save.")
+            raise NotSigned(
+                "It is signed by another key than the signing_key of this process, which would sign the whole save. If "
+                "both are yours, set verify_keys (CKPTMIRROR_VERIFY_KEYS) to the public keys of both.",
+                hint="Set verify_keys to the public keys of both, then `ckptmirror retry` or `ckptmirror drain`.",
+            )
 
     document = open_sealed(data, (_META,), VERSION + _SIGNED, check)
     del document["format"]

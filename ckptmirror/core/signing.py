@@ -8,12 +8,13 @@ Rules:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptmirror.core.errors import ConfigError
 
-__all__ = ["Keys", "cannot_sign", "check_can_sign", "current", "set_current"]
+__all__ = ["Keys", "cannot_sign", "check_can_sign", "current", "set_current", "signer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,19 @@ def check_can_sign() -> None:
             "No file of verify_keys is the public key of signing_key: what this process writes would not be believed.",
             hint="Add it to verify_keys, in every process of the run: openssl pkey -in run.pem -pubout -out run.pub.",
         )
+
+
+def signer() -> str:
+    """Name the key that this process signs with, for a comparison of the nodes of a job; "": it has none.
+
+    With verify keys, the nodes may sign with several that all of them believe: then all have the same name. Without,
+    each signs only what its own key has signed, so that two keys would never commit a save.
+    """
+    if _keys.sign is None:
+        return ""
+    if _keys.is_signed is not None:
+        return "one of several"
+    return f"a key with the mark {hashlib.sha256(_keys.sign(_TRIAL)).hexdigest()[:8]}"
 
 
 def cannot_sign(what: str) -> ConfigError:

@@ -50,7 +50,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.meta_merging import merge_parts
 from ckptmirror.core.model import Attempt, Tombstone, new_id
-from ckptmirror.core.names import CONTROL_DIR, part_name
+from ckptmirror.core.names import CONTROL_DIR, part_name, tagged
 from ckptmirror.core.sealed_json import seal
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.local.checksums import crc32c
@@ -491,9 +491,16 @@ def test_a_part_of_a_node_that_is_a_copy_is_not_merged(places: tuple[Path, str, 
         merge_parts([meta_from_bytes(path.read_bytes()) for path in paths])
 
 
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize(
+    ("signed", "said"),
+    [
+        ("so", ""),
+        ("", "It is not signed, and this process would sign the whole save."),
+        ("by another", "If both are yours, set verify_keys (CKPTMIRROR_VERIFY_KEYS) to the public keys of both."),
+    ],
+)
 def test_who_signs_without_demanding_signatures_signs_nobody_elses_part(
-    planted: bool, places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+    signed: str, said: str, places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
 ) -> None:
     """Else what somebody planted on the mirror would be signed with the whole save."""
     root, url, there = places
@@ -507,17 +514,41 @@ def test_who_signs_without_demanding_signatures_signs_nobody_elses_part(
     (root / "meta_000100.json").write_bytes(meta_to_bytes(mine))
     put_on_mirror(place.store, root, theirs, commit=False)
     part = meta_to_bytes(theirs)
-    if planted:
-        before = signing.set_current(signing.Keys())
+    if signed != "so":
+        as_process(**({"signing_key": make_key(tmp_path / "other")["signing_key"]} if signed else {}))
         part = meta_to_bytes(replace(theirs, metrics={"loss": 0.0}))
-        signing.set_current(before)
+        as_process(signing_key=keys["signing_key"])
     place.store.write(part_name(100, mine.save_id, 2, 2), part, if_generation=0)
     place.add(mine)
     place.table.release_save(mine.save_id)
     place.upload()
-    assert (there / "meta_000100.json").exists() is not planted
+    assert (there / "meta_000100.json").exists() is not bool(said)
     (meta,) = [record for record in place.records() if record.role == "meta"]
-    assert ("It is not signed by the signing_key of this process" in (meta.reason or "")) is planted
+    assert said in (meta.reason or "")
+    place.close()
+
+
+def test_who_signs_without_demanding_signatures_signs_no_meta_that_somebody_planted(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    """Not either where it only gives an object of its own another name there."""
+    root, url, there = places
+    as_process(signing_key=keys["signing_key"])
+    place = MirroredRoot(root, [url])
+    meta = make_save(root, 100, ("model",), write_meta=False)
+    (root / "meta_000100.json").write_bytes(meta_to_bytes(meta))
+    as_process()
+    wrong = replace(meta.artifacts[0], object=tagged(meta.artifacts[0].path, meta.save_id))
+    planted = meta_to_bytes(replace(meta, metrics={"loss": 0.0}, artifacts=(wrong, *meta.artifacts[1:])))
+    place.store.write("meta_000100.json", planted, if_generation=0)
+    as_process(signing_key=keys["signing_key"])
+    place.add(meta)
+    place.table.release_save(meta.save_id)
+    place.upload()
+    assert (there / "meta_000100.json").read_bytes() == planted
+    (record,) = [record for record in place.records() if record.role == "meta"]
+    assert "meta_000100.json" in (record.reason or "")
+    assert "is not believed: It is not signed" in (record.reason or "")
     place.close()
 
 

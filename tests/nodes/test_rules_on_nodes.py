@@ -83,11 +83,19 @@ def test_nodes_that_do_not_demand_the_same_signatures_are_refused(tmp_path: Path
     assert [message for _, message, _ in run_ranks(2, open_with_more, str(tmp_path), [key, key])] == ["None", "None"]
 
 
-def test_nodes_of_which_only_some_sign_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [False, True])
+def test_nodes_that_sign_with_other_keys_or_none_are_refused(other: bool, tmp_path: Path) -> None:
+    """Without verify_keys, neither would finish what the other has begun."""
     key = make_key(tmp_path / "keys")["signing_key"]
-    for kind, message, _ in run_ranks(2, open_with_more, str(tmp_path), [{"signing_key": key}, {}]):
+    more = {"signing_key": make_key(tmp_path / "other")["signing_key"]} if other else {}
+    for kind, message, _ in run_ranks(2, open_with_more, str(tmp_path), [{"signing_key": key}, more]):
         assert kind == ConfigError.__name__
-        assert "differ in signing_key: node 0 has one, node 1 has none" in message
+        assert "differ in signing_key: node 0 has a key with the mark " in message
+        assert f"node 1 has {'a key with the mark ' if other else 'none'}" in message
+    both = make_key(tmp_path / "both", "a"), make_key(tmp_path / "both", "b")
+    believed = [one["verify_keys"][0] for one in both]
+    given = [{"signing_key": one["signing_key"], "verify_keys": believed} for one in both]
+    assert [message for _, message, _ in run_ranks(2, open_with_more, str(tmp_path), given)] == ["None", "None"]
 
 
 def test_nodes_that_keep_snapshots_in_other_directories_are_refused(tmp_path: Path) -> None:

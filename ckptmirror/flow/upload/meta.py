@@ -154,6 +154,7 @@ class MetaUpload(Sending):
         though this node sent the same file under another name: all nodes have ``.metadata``.
 
         Raises:
+            StorePermanent: It is not signed as what this process signs has to be.
             Temporary: Another process changed it meanwhile.
         """
         verified = {names.untagged(artifact.path): artifact.object_name for artifact in mine.artifacts}
@@ -164,6 +165,11 @@ class MetaUpload(Sending):
         named = tuple(
             replace(a, object=name if name != a.path else None) for a, name in zip(there.artifacts, wanted, strict=True)
         )
+        if self._is_signed:
+            try:
+                part_from_bytes(data)
+            except NotSigned as error:
+                raise self._not_believed(info.name, error) from error
         data = meta_to_bytes(replace(there, artifacts=named))
         try:
             info = self._store.write(info.name, data, if_generation=info.generation, metadata=info.metadata)
@@ -291,7 +297,7 @@ class MetaUpload(Sending):
             except ObjectNotFound as error:
                 raise self._behind(name) from error
             except NotSigned as error:
-                raise self._not_ours(name, str(error)) from error
+                raise self._not_believed(name, error) from error
             except NewerFormat as error:
                 raise self._of_later_version(name) from error
             except IntegrityError as error:
@@ -313,6 +319,9 @@ class MetaUpload(Sending):
             f"{name} on {self._context.mirror.url} was written by a later version of ckptmirror: `ckptmirror drain` of "
             "that version finishes the save."
         )
+
+    def _not_believed(self, name: str, why: NotSigned) -> StorePermanent:
+        return StorePermanent(f"{name} on {self._context.mirror.url} is not believed: {why}", hint=why.hint)
 
     def _not_ours(self, name: str, why: str) -> IntegrityError:
         url = self._context.mirror.url
