@@ -312,11 +312,14 @@ def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait, steps: Colle
     """Check that the mirror answers and may hold this run; return the ids of its whole saves of these steps."""
     with contextlib.ExitStack() as opened:
         table = opened.enter_context(UploadsTable.open(path)) if path.exists() else None
-        mirrors = open_mirrors([spec], root, table, on_wait=on_wait)
+        rows = table.mirrors() if table is not None else []
+        known = [MirrorSpec(row.url, row.required) for row in rows if row.url != spec.url]
+        mirrors = open_mirrors([*known, spec], root, table, on_wait=on_wait)  # none may be another one's directory
         opened.callback(close_mirrors, mirrors)
-        mirrors[0].store.identity()  # the first contact, which creates a directory
-        check_of_run(root, mirrors[0])
-        return {save_id for step in steps for save_id in mirror_catalog(mirrors[0], step=step).saves}
+        mirror = mirrors[-1]
+        mirror.store.identity()  # the first contact, which creates a directory
+        check_of_run(root, mirror)
+        return {save_id for step in steps for save_id in mirror_catalog(mirror, step=step).saves}
 
 
 def _reconcile_if_free(

@@ -23,7 +23,7 @@ from ckptmirror.local.lock import exclusive
 from ckptmirror.local.table_place import table_path
 from ckptmirror.local.uploads import MirrorRow, UploadsTable
 from ckptmirror.stores import open_store
-from tests.kit.cli import run
+from tests.kit.cli import assert_tells, run
 from tests.kit.mirrors import memory_url
 from tests.kit.roots import MirroredRoot, content
 from tests.kit.saves import FIRST_ATTEMPT, make_save, put_attempts, put_on_mirror
@@ -292,3 +292,13 @@ def test_nothing_is_staged_into_another_mirror(below: str, tmp_path: Path) -> No
     assert ended.returncode == 10
     assert "is a mirror" in ended.stderr
     assert content(tmp_path / "other") == before
+
+
+def test_a_push_to_the_runs_own_mirror_by_another_path_is_refused_and_leaves_no_trace(tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/mirror"
+    saved_run(root, (1,), url)
+    (tmp_path / "link").symlink_to(tmp_path / "mirror")
+    refused = run("push", "--root", root, "--mirror", f"file://{tmp_path}/link")
+    assert_tells(refused, 10, "are one directory")
+    assert [one for one, _ in read_status(root).mirrors] == [url]
+    assert run("drain", "--root", root).returncode == 0
