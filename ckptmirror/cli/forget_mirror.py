@@ -52,6 +52,11 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
     print(f"{no_longer}. It {would or 'now '}{requires} {left}.")
     for one, why in done.unreachable.items():
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
+    if done.is_configured and not done.left:
+        print(
+            "It was the last one: drains wait for it until the trainer starts with another mirror, or with none.",
+            file=sys.stderr,
+        )
     if done.is_configured:
         print(
             f"If the trainer's `mirrors` still have {done.url}, remove it there: its next start would use it again.",

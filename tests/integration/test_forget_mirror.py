@@ -112,8 +112,13 @@ def test_the_last_mirror_stays_in_the_table(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/mirror"
     saved_run(tmp_path / "root", (1, 2), url)
     shutil.rmtree(tmp_path / "mirror")
-    assert run("forget-mirror", "--root", tmp_path / "root", "--url", url).returncode == 0
-    assert [one for one, _ in read_status(tmp_path / "root").mirrors] == [url]
+    forgotten = run("forget-mirror", "--root", tmp_path / "root", "--url", url)
+    assert forgotten.returncode == 0
+    assert "drains wait for it until the trainer starts with another mirror, or with none" in forgotten.stderr
+    assert read_status(tmp_path / "root").mirrors == ((url, False),)
+    for back_to in (["--step", "1"], ["--scratch"]):
+        rewound = run("rewind", "--root", tmp_path / "root", *back_to)
+        assert rewound.returncode == 0, rewound.stderr
 
 
 def test_a_mirror_that_the_run_does_not_name_is_an_error_that_lists_those_it_names(tmp_path: Path) -> None:

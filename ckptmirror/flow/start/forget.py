@@ -5,7 +5,7 @@ Rules:
   of them names. So an older list on a mirror that is away now does not bring it back, and a later start that has the
   mirror in its configuration does.
 * The root's table no longer lists it, so that no verb waits for it either. Uploads that wait for it stay in the table
-  until it is configured again. The last mirror stays listed: without one, saves would not wait for any.
+  until it is configured again. The last mirror stays listed, as an optional one: without any, rotation would ask none.
 * A mirror that a person pushed to is taken from the table alone, for no list names it: drains send nothing more there.
 * Nothing on the mirror and no file of a save changes.
 """
@@ -83,8 +83,8 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
                 close_mirrors(mirrors)
             if url in pushed and not dry_run:
                 table.set_mirrors([(row.url, row.required) for row in rows if row.url != url], pushed - {url})
-            elif is_configured and specs and not dry_run:
-                set_mirrors(table, specs)
+            elif is_configured and not dry_run:
+                set_mirrors(table, specs or [MirrorSpec(url, required=False)])
             return forgotten
         finally:
             lock.release()
