@@ -28,6 +28,7 @@ from ckptmirror.flow.drain import confirm
 from ckptmirror.flow.places.attempt_lists import read_local_attempts
 from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.flow.start.rewind import plan_rewind, rewind
+from ckptmirror.flow.status import read_status
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.lock import RootLock
 from ckptmirror.local.table_place import table_path
@@ -123,6 +124,26 @@ def test_the_command_that_undoes_it_goes_to_the_newest_save_that_is_whole(tmp_pa
     assert "supersede     step 3" in rewound.stdout
     newest = whole(root)[2].save_id[:8]
     assert f"to undo it: `ckptmirror rewind --root {root} --save {newest}`" in rewound.stderr
+
+
+@pytest.mark.parametrize("then", ["start", "forget-mirror"])
+def test_a_rewind_that_a_mirror_does_not_take_changes_nothing(
+    then: str, server: GcsServerProcess, tmp_path: Path
+) -> None:
+    root, url = tmp_path / "root", f"gs://{BUCKET}/{then}"
+    saved_run(root, (1, 2), url, kinds=("model",))
+    server.faults([Fault(operation="upload.*", status=403, times=0)])
+    assert run("rewind", "--root", root, "--step", "1").returncode == 12
+    assert standings(root) == {1: "current", 2: "current"}
+    assert read_status(root).newest_safe_step == 2
+    server.clear_faults()
+    if then == "forget-mirror":
+        assert run("forget-mirror", "--root", root, "--url", url).returncode == 0
+        url = f"file://{tmp_path}/another"
+    with running(root, url, kinds=("model",)) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
 
 
 def test_a_mirror_that_was_pushed_to_and_is_gone_hinders_nothing(tmp_path: Path) -> None:

@@ -565,6 +565,34 @@ def test_who_has_the_key_of_another_run_is_told_so_and_not_to_move_anything_away
     listed = run("ls", url, env={"CKPTMIRROR_VERIFY_KEYS": str(other["verify_keys"][0])})
     assert "writer.json is not believed: It is signed, but not by a key in verify_keys" in listed.stderr
     assert "The next start of the trainer rebuilds it" not in listed.stderr
+    as_process()
+    with (
+        pytest.raises(NotSigned, match=r"writer\.json is not believed"),
+        running(tmp_path / "new", url, **other) as new,
+    ):
+        new.resume(new_state())
+    given = {
+        "CKPTMIRROR_SIGNING_KEY": str(other["signing_key"]),
+        "CKPTMIRROR_VERIFY_KEYS": str(other["verify_keys"][0]),
+    }
+    refused_too = run("rewind", "--root", root, "--step", "1", env=given)
+    assert_tells(refused_too, 6, "is not believed", "add the key that signed it to verify_keys")
+
+
+def test_who_takes_the_old_key_out_too_early_is_told_to_look_at_the_keys_first(
+    places: tuple[Path, str, Path], keys: dict[str, Any], tmp_path: Path
+) -> None:
+    root, url, _ = places
+    saved_run(root, (1,), url, **keys)
+    new = make_key(tmp_path / "new")
+    as_process()
+    both = [*keys["verify_keys"], *new["verify_keys"]]
+    with running(root, url, signing_key=new["signing_key"], verify_keys=both) as manager:
+        assert manager.resume(new_state()) is not None
+    as_process()
+    with running(root, url, **new) as manager, pytest.raises(RefusedOnlyCopy) as refused:
+        manager.resume(new_state())
+    assert refused.value.hint.startswith("Check verify_keys first, on every node")
 
 
 @pytest.mark.parametrize("name", ["meta_000009.json", "writer.json", f"{CONTROL_DIR}/attempts.json"])

@@ -303,6 +303,8 @@ class _Start:
         for row in self._all.rows:
             if row.listed is ListFound.NEWER and row.answers:
                 raise NewerFormat(f"The list of attempts of {row.place} was written by a later version: {row.why}")
+        if why := explain.not_believed(self._all):
+            raise NotSigned(why)
         is_listed = any(row.answers and row.listed is ListFound.SOUND for row in self._all.mirrors())
         if self._all.disk.listed is ListFound.BROKEN and not is_listed:
             if explain.NOT_BELIEVED in self._all.disk.why:

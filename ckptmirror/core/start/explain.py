@@ -27,7 +27,7 @@ from ckptmirror.core.model import Attempt
 from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
-from ckptmirror.core.start.evidence import Row
+from ckptmirror.core.start.evidence import Evidence, ListFound, Row
 from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.core.start.quarantine import Failure, why_quarantined
 
@@ -43,6 +43,7 @@ __all__ = [
     "named_place",
     "never_step_0",
     "not_answering",
+    "not_believed",
     "not_one_run",
     "not_readable",
     "person_in_doubt",
@@ -55,6 +56,7 @@ __all__ = [
 _LACKS_ROOT = re.compile(r"`ckptmirror (rewind|forget-mirror)(?![^`]*--root)")
 NOT_CONFIGURED = "is no longer configured"
 NOT_BELIEVED = "is not believed"
+_KEYS = "not by a key in verify_keys"
 _REFUSES = "does not accept these credentials"
 
 
@@ -216,11 +218,21 @@ def never_step_0(what: Sequence[str], *, asked: bool) -> RefusedOnlyCopy:
             f"There are saves, and starting at step 0 would ignore them: {listed}",
             hint="Add force=True to do it anyway (nothing is deleted), or resume without policy='scratch'.",
         )
+    keys = "Check verify_keys first, on every node: what another key signed is not believed. Else "
+    begin = f"{keys}repair" if _KEYS in listed else "Repair"
     without = ", continue from one without what it lost, as its line says" if "exclude=" in listed else ""
     return RefusedOnlyCopy(
         f"There are saves, but none of them can be resumed, and step 0 is never a silent fallback: {listed}",
-        hint=f"Repair one, name a whole one (policy=<save id>){without}, or decide with policy='scratch', force=True.",
+        hint=f"{begin} one, name a whole one (policy=<save id>){without}, or decide with policy='scratch', force=True.",
     )
+
+
+def not_believed(evidence: Evidence) -> str:
+    """Return why a list is not believed, if nothing that any place has is: the keys are another run's; else ""."""
+    rows = evidence.answering()
+    if any(row.listed is ListFound.SOUND or row.copies or row.parts for row in rows):
+        return ""
+    return next((row.why for row in rows if row.listed is ListFound.BROKEN and NOT_BELIEVED in row.why), "")
 
 
 def quarantined(save: SaveFacts, failures: Sequence[Failure], earlier: SaveFacts | None, obstacle: str) -> str:

@@ -43,6 +43,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.inventory import Item, read_inventory
+from ckptmirror.local.root_id import read_root_id
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import ObjectInfo, Store
 
@@ -83,6 +84,7 @@ class Catalog:
         parts: On a disk, this node's parts of saves of several nodes, by save id, as ``saves``.
         damaged: On a disk, what is damaged of each save that has no whole kind, by save id.
         others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
+        undecided: On a disk, a person's attempts that were made there and that not every required mirror took.
     """
 
     place: str
@@ -95,6 +97,7 @@ class Catalog:
     torn: frozenset[str] = frozenset()
     parts: Mapping[str, Meta] = field(default_factory=dict)
     damaged: Mapping[str, tuple[Artifact, ...]] = field(default_factory=dict)
+    undecided: frozenset[str] = frozenset()
 
     @property
     def whole(self) -> dict[str, Meta]:
@@ -146,14 +149,14 @@ class Catalog:
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
         """Order the saves by ``attempts``, which then all count; None: by the place's own list and its metas.
 
-        A reader of one place trusts a person's decision that the list there records.
+        A reader of one place trusts a person's decision that the list there records, if it was not one that failed.
         """
         saves = [facts_of(meta) for meta in self.saves.values()]
         if attempts is not None:
             return lineage(attempts.attempts, saves)
         known = self.attempts.attempts if self.attempts is not None else ()
-        counting = {meta.attempt.id for meta in self.metas()} | {one.id for one in known if one.by_person}
-        return lineage(known, saves, counting)
+        decided = {one.id for one in known if one.by_person and one.id not in self.undecided}
+        return lineage(known, saves, {meta.attempt.id for meta in self.metas()} | decided)
 
 
 def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
@@ -190,7 +193,17 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
         torn=frozenset(torn),
         parts=parts,
         damaged=damaged,
+        undecided=_undecided_on(root, attempts),
     )
+
+
+def _undecided_on(root: Path, attempts: AttemptList | None) -> frozenset[str]:
+    """Return what a person began here and a mirror did not take. Of what others began, this list does not tell it."""
+    listed = attempts.attempts if attempts is not None else ()
+    completed = attempts.completed if attempts is not None else ()
+    found = [one for one in listed if one.by_person and one.required and one.id not in completed]
+    own = read_root_id(root).id if found else ""
+    return frozenset(one.id for one in found if own and one.root == own)
 
 
 def part_word(meta: Meta) -> str:

@@ -73,13 +73,15 @@ def is_left_behind(save: Meta, here: Catalog, there: Iterable[Catalog] = ()) -> 
 
     An attempt counts if one of these places has a save of it, or if a listed attempt continues from one.
     """
+    there = tuple(there)
     places = [one for one in (here, *there) if one.attempts is not None and one.attempts.run_id == save.run_id]
     if not places:
         return False
     with contextlib.suppress(LineageError):
         attempts = merge_attempts(*(one.attempts for one in places if one.attempts is not None)).attempts
         counting = {meta.attempt.id for one in places for meta in one.metas()}
-        counting |= {one.id for one in attempts if one.by_person}
+        told = {one.id for place in there if place.attempts is not None for one in place.attempts.attempts}
+        counting |= {one.id for one in attempts if one.by_person} - (here.undecided - told)
         counting |= {one.parent.attempt for one in attempts if one.parent is not None}
         saves = {meta.save_id: facts_of(meta) for one in places for meta in one.saves.values()}
         return lineage(attempts, list(saves.values()), counting).standing_by_save().get(save.save_id) == "superseded"

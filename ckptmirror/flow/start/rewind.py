@@ -12,7 +12,8 @@ Rules:
 * Nothing is recorded until a copy is on this disk with every checksum verified.
 * It is recorded even if the run already seems to continue from that save: something newer may be out of sight, or an
   attempt elsewhere may be about to save.
-* A mirror that a person pushed to is asked for its copies; the run does not depend on it, so nothing waits for it.
+* A mirror that a person pushed to, or took out of the run, is asked for its copies. The run does not depend on it, so
+  nothing waits for it.
 * Mirrors that do not answer are reported. The next start here, or the same rewind again, records it there. Until then,
   a start elsewhere that asks only those mirrors does not know about the rewind.
 """
@@ -34,6 +35,7 @@ from ckptmirror.core.errors import (
     ConfigError,
     LocalStorageFull,
     NoTable,
+    NotSigned,
     Temporary,
 )
 from ckptmirror.core.model import Kind, Meta
@@ -43,10 +45,10 @@ from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.decide import Refuse, Result, Scratch, Try, Wish, next_move, run_of
 from ckptmirror.core.start.disks import never_whole
 from ckptmirror.core.start.evidence import Evidence
-from ckptmirror.core.start.explain import unknown_reference
+from ckptmirror.core.start.explain import not_believed, unknown_reference
 from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
-from ckptmirror.flow.places.attempt_lists import check_can_sign
+from ckptmirror.flow.places.attempt_lists import check_can_sign, trusted_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.save.commit import latest_target
@@ -126,15 +128,18 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         StoreTemporary: It may be on a mirror that does not answer.
         NoTable: No mirror is named, and there is no table that names one.
         ConfigError: Root and mirrors belong to different runs.
+        NotSigned: Everything there is signed by keys that this process does not believe.
     """
     if reference in _NOT_BACK:
         raise unknown_reference(str(reference))
     check_is_no_mirror(root)
     with _looking(root, mirrors) as (opened, table):
         seen = survey([look_at_disk(root, table, read_root_id(root))], opened)
-        pushed = {row.url for row in table.mirrors() if row.pushed} if table is not None else set()
+        needless = _needless(root, table)
     silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
-    seen = _without(seen, pushed & silent.keys())
+    seen = _without(seen, needless & silent.keys())
+    if why := not_believed(seen.evidence):
+        raise NotSigned(why)
     if run_of(seen.evidence) is None:
         where = ", ".join([str(root), *(mirror.url for mirror in opened)])
         raise CheckpointNotFound(f"{where} names no run.", hint="Check --root and --mirror.")
@@ -353,15 +358,23 @@ def _point_latest_at(root: Path, meta: Meta) -> None:
 
 
 def _specs(root: Path, mirrors: Sequence[str], silent: Collection[str] = ()) -> list[MirrorSpec]:
-    """Return the mirrors of the root's table, but ``silent`` ones that were pushed to, then those of the caller."""
+    """Return the mirrors of the root's table, but ``silent`` ones that are needless, then those of the caller."""
     named = mirror_specs(mirrors)
     known: list[MirrorSpec] = []
     with _table_of(root, named) as table:
         if table is not None:
-            rows = [row for row in table.mirrors() if not (row.pushed and row.url in silent)]
-            known = [MirrorSpec(row.url, row.required) for row in rows]
+            left_out = _needless(root, table) & set(silent)
+            known = [MirrorSpec(row.url, row.required) for row in table.mirrors() if row.url not in left_out]
     urls = {spec.url for spec in known}
     return [*known, *(spec for spec in named if spec.url not in urls)]
+
+
+def _needless(root: Path, table: UploadsTable | None) -> set[str]:
+    """Return the mirrors of the table on which the run does not depend."""
+    listed = trusted_attempts(root)
+    removed = {one.url for one in listed.requirements if one.is_removed} if listed is not None else set()
+    rows = table.mirrors() if table is not None else []
+    return {row.url for row in rows if row.pushed or (row.url in removed and not row.required)}
 
 
 @contextlib.contextmanager
