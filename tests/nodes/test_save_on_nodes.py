@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptmirror import TrainState, list_checkpoints, load_checkpoint
+from ckptmirror import CheckpointManager, TrainState, list_checkpoints, load_checkpoint
 from ckptmirror.core import events
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import ALL_NODES, Kind
@@ -27,6 +28,7 @@ from tests.kit.processes import run_ranks
 from tests.kit.roots import MirroredRoot, leftovers
 from tests.kit.saves import FIRST_ATTEMPT, RUN_ID
 from tests.kit.training import same
+from tests.nodes.jobs import built, train
 
 pytestmark = pytest.mark.long
 
@@ -177,3 +179,29 @@ def test_a_disk_that_is_full_on_one_node_fails_the_save_on_all_and_no_other(
     assert [meta.step for meta in mirror_catalog(places[0].mirrors[0]).saves.values()] == [2]
     for place in places:
         place.close()
+
+
+def save_copies_of_one_model(rank: int, base: str) -> list[str]:
+    """Train and save steps 1 and 2, and save step 3 without training; return what this rank warned of."""
+    said: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("ckptmirror.save").addHandler(Handler(logging.WARNING))
+    with CheckpointManager(Path(base) / "ab"[rank], [], kinds=("model",), timeout_s=WAIT_S) as manager:
+        state = built("ddp")
+        manager.resume(state)
+        for step in (1, 2, 3):
+            if step < 3:
+                train(state, rank, step)
+            manager.save(step, state).wait("committed", timeout_s=WAIT_S)
+    return said
+
+
+def test_only_a_node_that_saves_tensors_says_that_they_have_not_changed(tmp_path: Path) -> None:
+    """Rank 0 saves a model that all ranks have alike; the other node's lists of tensors are empty, and equal."""
+    zero, one = run_ranks(2, save_copies_of_one_model, str(tmp_path))
+    assert zero == ["step 3 has exactly the same tensors as the previous save: is the optimizer stepping?"]
+    assert one == []

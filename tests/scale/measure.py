@@ -146,7 +146,7 @@ def _sizes(shape: Shape, facts_bytes: Sequence[int], proposal_bytes: int) -> dic
     """How large the values are that grow with the job, or with the files of a rank."""
     of_node = artifacts_of(shape, 0, 100)
     of_rank = [artifact for artifact in of_node if artifact.rank == 0]
-    report = len(pickle.dumps((of_rank, {"": ("0" * 32, "0" * 32), "shards": ("0" * 32, "0" * 32)})))
+    report = len(pickle.dumps((of_rank, 0xFFFFFFFF, {"": ("0" * 32, "0" * 32), "shards": ("0" * 32, "0" * 32)})))
 
     def facts(rank: int) -> int:
         is_leader = rank % shape.ranks_per_node == 0 and rank > 0

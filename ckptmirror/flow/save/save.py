@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageFull, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
-from ckptmirror.core.replica_agreement import Held, digests_of
+from ckptmirror.core.replica_agreement import digests_of
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
@@ -48,6 +48,7 @@ from ckptmirror.flow.save.save_parts import (
     SaveMetadata,
     SaveRequest,
     StallDetector,
+    Written,
     agreed_context,
     holdings_of,
     import_formats,
@@ -410,18 +411,20 @@ class Saver:
 
         Second exchange: ranks report their files to those of their node, and what they hold to rank 0.
         """
-        mine: list[Artifact] = []
-        held: list[Held] = []
+        mine = Written()
         failure: BaseException | None = None
         try:
-            mine, held = write_files(copied, context)
+            mine = write_files(copied, context)
             self._not_finite.look_at(copied.snapshot)
         except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
             failure = error
         what = f"report the files of step {context.name.step}"
-        reports = self._ranks.gather((mine, digests_of(held)), what=what, to="node", error=failure)
-        self.replicas.compare(self._ranks, held, [digests for _, digests in reports.values()], context)
-        return [artifact for rank in self._ranks.node_ranks for artifact in reports[rank][0]]
+        report = (mine.artifacts, mine.listed, digests_of(mine.held))
+        reports = self._ranks.gather(report, what=what, to="node", error=failure)
+        self.replicas.compare(self._ranks, mine.held, [digests for *_, digests in reports.values()], context)
+        of_node = [reports[rank] for rank in self._ranks.node_ranks]
+        self._stall_detector.look_at(listed for _, listed, _ in of_node)
+        return [artifact for artifacts, *_ in of_node for artifact in artifacts]
 
     def _commit(
         self,
@@ -455,7 +458,7 @@ class Saver:
             try:
                 commit.publish()
                 meta = commit.meta
-                self._stall_detector.look_at(meta)
+                self._stall_detector.committed(meta)
             except BaseException as error:  # noqa: BLE001 - taken to the exchange, which raises it again
                 failure = error
         leads, meta_path = self._leader is not None, self.root / context.name.meta

@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from ckptmirror.core import per_rank, replica_agreement
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, NoTable, RankFailed, RanksDiffer, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
-from ckptmirror.core.names import SaveName, parse_name
+from ckptmirror.core.names import SaveName
 from ckptmirror.core.plain_values import finite_metrics, plain_values
 from ckptmirror.core.replica_agreement import Digests, Held
 from ckptmirror.core.stages import NO_STAGES, Stages
+from ckptmirror.core.tensor_lists import is_list
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.local.daemon_pool import begin_or_do
 from ckptmirror.local.save_logger import save_logger
@@ -46,6 +47,7 @@ __all__ = [
     "SaveMetadata",
     "SaveRequest",
     "StallDetector",
+    "Written",
     "agreed_context",
     "holdings_of",
     "import_formats",
@@ -228,8 +230,23 @@ class Copied:
         return cls(snapshot_from_tree(tree), left_out, lease, said)
 
 
-def write_files(copied: Copied, context: WriteContext) -> tuple[list[Artifact], list[Held]]:
-    """Write and seal a rank's files, and sum its tensors meanwhile. Return the files, and the tensors that it holds."""
+@dataclass(frozen=True)
+class Written:
+    """What a rank wrote of a save.
+
+    Attributes:
+        artifacts: Its files.
+        held: The tensors that it holds.
+        listed: The crc32c of its list of tensors. None if it lists none, because rank 0 saves them for it.
+    """
+
+    artifacts: Sequence[Artifact] = ()
+    held: Sequence[Held] = ()
+    listed: int | None = None
+
+
+def write_files(copied: Copied, context: WriteContext) -> Written:
+    """Write and seal a rank's files, and sum its tensors meanwhile."""
     from ckptmirror.formats import get_format
     from ckptmirror.formats.replica_sums import held_by
     from ckptmirror.formats.sidecars import tensor_list, write_sidecars
@@ -243,7 +260,9 @@ def write_files(copied: Copied, context: WriteContext) -> tuple[list[Artifact], 
     finally:
         wait([listing])  # it reads the host copy, which is given back after a failure too
     sidecars, listed = write_sidecars(snapshot, context, listing.result())
-    return [*written, *sidecars], held_by(snapshot, listed, copied.left_out, context.kinds, context.stage)
+    held = held_by(snapshot, listed, copied.left_out, context.kinds, context.stage)
+    crc32c = next(one.digest.crc32c for one in sidecars if is_list(one.path)) if listed else None
+    return Written([*written, *sidecars], held, crc32c)
 
 
 class ReplicaCheck:
@@ -328,16 +347,16 @@ class StallDetector:
 
     def __init__(self) -> None:
         self._previous: tuple[int, tuple[int, ...]] = (-1, ())  # step and sums of the last save's tensors
+        self._sums: tuple[int, ...] = ()
 
-    def look_at(self, meta: Meta) -> None:
-        """Warn if this save has the same tensors as the previous one."""
-        sums = tuple(
-            artifact.digest.crc32c
-            for artifact in meta.artifacts
-            if (parsed := parse_name(artifact.path)) is not None and parsed.role == "tensors"
-        )
-        earlier, self._previous = self._previous, (meta.step, sums)
-        if sums and earlier[1] == sums and earlier[0] != meta.step:
+    def look_at(self, listed: Iterable[int | None]) -> None:
+        """Look at the ``listed`` of each rank of this node (:class:`Written`)."""
+        self._sums = tuple(crc32c for crc32c in listed if crc32c is not None)
+
+    def committed(self, meta: Meta) -> None:
+        """Warn, now that it is saved, if this save has the same tensors as the previous one."""
+        earlier, self._previous = self._previous, (meta.step, self._sums)
+        if self._sums and earlier[1] == self._sums and earlier[0] != meta.step:
             save_logger(_log, meta).warning(
                 "step %d has exactly the same tensors as the previous save: is the optimizer stepping?", meta.step
             )
