@@ -112,7 +112,9 @@ def fail_unseen(manager: CheckpointManager, step: int, state: TrainState) -> Non
         manager.save(step, state).wait_over()
 
 
-def test_a_failed_save_that_nobody_waited_for_is_raised_by_the_next_save_once(tmp_path: Path) -> None:
+def test_a_failed_save_that_nobody_waited_for_is_raised_by_the_next_save_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = tmp_path / "root"
     with running(root, kinds=("model",)) as manager:
         state = new_state()
@@ -122,6 +124,10 @@ def test_a_failed_save_that_nobody_waited_for_is_raised_by_the_next_save_once(tm
             manager.save(2, state)
         manager.save(2, state).wait()
     assert sorted(whole(root)) == [2]
+    first, second = (one for one in caplog.messages if "the save failed" in one)
+    assert first.endswith("; it left nothing behind")
+    assert second.startswith("step 2: the save failed: it was not begun: The save of step 1 failed: ")
+    assert "nothing behind" not in second
 
 
 def test_the_records_of_a_failed_save_that_a_read_only_disk_keeps_delay_no_close(tmp_path: Path) -> None:

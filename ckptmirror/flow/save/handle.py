@@ -181,12 +181,12 @@ class SaveHandle:
         """Whether the save was skipped because the disk was full."""
         return isinstance(self._error, LocalStorageFull)
 
-    @property
-    def left(self) -> str:
-        """What is left of the save if it failed, in words."""
+    def why_failed(self, error: BaseException) -> str:
+        """Say why the save failed, and what is left of it. The error of a save that was not begun may be of another."""
+        why = str(error).removesuffix(".")
         if self.stays:
-            return "what was committed of it stays, and the next start decides whether it counts"
-        return "it left nothing behind"
+            return f"{why}; what was committed of it stays, and the next start decides whether it counts"
+        return f"it was not begun: {why}" if self.save_id is None else f"{why}; it left nothing behind"
 
     @property
     def is_over(self) -> bool:

@@ -353,7 +353,7 @@ class Saver:
     def _fail(self, handle: SaveHandle, request: SaveRequest, error: BaseException) -> None:
         is_skipped = isinstance(error, CkptMirrorError) and error.lacks_room
         event = events.SaveSkipped if is_skipped else events.SaveFailed
-        reason = str(error) if is_skipped else f"{str(error).removesuffix('.')}; {handle.left}"
+        reason = str(error) if is_skipped else handle.why_failed(error)
         self._bus.emit(event(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=reason))
         try:
             if is_skipped and self._leader is not None:
