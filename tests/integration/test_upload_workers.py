@@ -333,17 +333,22 @@ def test_sees_objects_written_by_another_process(place: MirroredRoot) -> None:
 
 
 @pytest.mark.parametrize("rotates", [True, False])
+@pytest.mark.parametrize("gone", ["artifact", "meta"])
 def test_a_save_that_rotation_deletes_while_it_is_sent_is_no_fault(
-    rotates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gone: str, rotates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optional mirror lacks it still: a rotation does not wait for that, and takes the records out at its end."""
+    """An optional mirror lacks it still: a rotation does not wait for that, and takes the records out at its end.
+
+    It moves the meta first, so that the file which is sent may still be there.
+    """
     place = MirroredRoot(tmp_path / "root", [memory_url()])
     meta = place.commit(100)
     failed: list[events.RecordFailed] = []
     place.bus.subscribe(lambda event: failed.append(event) if isinstance(event, events.RecordFailed) else None)
     claim = place.table.claim("worker", place.mirrors[0].url, lease_s=300)
     assert claim is not None
-    (place.root / claim.record.path).unlink()
+    path = claim.record.path if gone == "artifact" else names.SaveName(100).meta
+    (place.root / path).unlink()
 
     @contextmanager
     def ends(_path: Path, *, timeout_s: float) -> Iterator[None]:

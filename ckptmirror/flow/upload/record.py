@@ -22,7 +22,7 @@ from ckptmirror.flow.upload.artifact import ArtifactUpload
 from ckptmirror.flow.upload.meta import MetaUpload
 from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.local.lock import exclusive
-from ckptmirror.local.uploads import Claim
+from ckptmirror.local.uploads import Claim, UploadRecord
 
 __all__ = ["TRIES_LIMIT", "upload_claimed"]
 
@@ -97,7 +97,7 @@ def _put_back(context: UploadContext, claim: Claim, error: Exception) -> None:
 
 
 def _fail(context: UploadContext, claim: Claim, reason: str) -> None:
-    if not os.path.lexists(context.root / claim.record.path):
+    if _is_gone(context, claim.record):
         # A rotation that is deleting the save, which an optional mirror lacks, takes its records out in a moment.
         with contextlib.suppress(CkptMirrorError), exclusive(context.root / ROTATE_LOCK_NAME, timeout_s=_ROTATION_S):
             pass
@@ -108,3 +108,10 @@ def _fail(context: UploadContext, claim: Claim, reason: str) -> None:
     context.bus.emit(
         events.RecordFailed(mirror=context.mirror.url, step=claim.record.step, path=claim.record.path, reason=reason)
     )
+
+
+def _is_gone(context: UploadContext, record: UploadRecord) -> bool:
+    """Whether the file, or the meta of its save, is gone. A rotation moves the meta first, and the files later."""
+    of_save = context.table.records(save_id=record.save_id, mirror=record.mirror)
+    paths = [record.path, *(one.path for one in of_save if one.role == "meta")]
+    return not all(os.path.lexists(context.root / path) for path in paths)
