@@ -81,6 +81,26 @@ def test_i9_what_an_emptied_mirror_lost_is_sent_again_by_whoever_comes_next(tmp_
     assert {info.name for info in store.list()} >= before
 
 
+def test_what_was_moved_with_its_mirror_is_verified_again_and_not_called_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "nfs").mkdir()
+    mirror = tmp_path / "nfs" / "run"
+    saved_run(tmp_path / "root", (1,), f"file://{mirror}", kinds=("model",))
+    shutil.copytree(mirror, tmp_path / "nfs" / "copy")  # to another disk
+    shutil.rmtree(mirror)
+    (tmp_path / "nfs" / "copy").rename(mirror)
+    (mirror / "model_000001.pt").unlink()
+    caplog.clear()
+    assert drain(tmp_path / "root", timeout_s=30).is_verified
+    levels = {one.getMessage().replace(f"file://{mirror}", "M"): one.levelname for one in caplog.records}
+    assert levels == {
+        "4 objects on M were rewritten or moved since they were verified, and are verified again: "
+        "extra_000001_rank0.pt …": "WARNING",
+        "1 objects that were verified on M are gone or damaged and will be sent again: model_000001.pt …": "ERROR",
+    }
+
+
 def test_what_retention_removed_from_the_mirror_is_not_sent_again(tmp_path: Path) -> None:
     url = memory_url()
     saved_run(tmp_path / "root", (1, 2), url)

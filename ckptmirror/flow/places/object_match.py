@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptmirror.core.model import Artifact
@@ -20,7 +21,7 @@ from ckptmirror.stores.base import ObjectInfo, Store
 if TYPE_CHECKING:  # code that only reads a mirror imports this file and needs no table
     from ckptmirror.local.uploads import UploadRecord
 
-__all__ = ["is_of_save", "read_back_crc32c", "why_differs"]
+__all__ = ["is_of_save", "is_rewritten", "read_back_crc32c", "why_differs"]
 
 _READ_BACK_BYTES = 4 * 1024 * 1024
 
@@ -60,6 +61,16 @@ def is_of_save(artifact: Artifact, save_id: str, info: ObjectInfo, store: Store)
     if store.capabilities.custom_metadata and info.metadata.get("ckptmirror-save") != save_id:
         return False
     return why_differs(artifact, info, store=store) is None
+
+
+def is_rewritten(record: UploadRecord, found: ObjectInfo | None) -> bool:
+    """Whether an object that is not the verified one may be as good: it has the same bytes, as far as a listing shows.
+
+    So has each object of a mirror that was moved to another disk. The meta that another node wrote has other bytes.
+    """
+    if found is None:
+        return False
+    return record.role == "meta" or why_differs(replace(record, generation=found.generation), found) is None
 
 
 def read_back_crc32c(store: Store, info: ObjectInfo) -> int:

@@ -21,9 +21,10 @@ from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.flow.places.catalog import listed_among, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.places.object_match import why_differs
+from ckptmirror.flow.places.object_match import is_rewritten, why_differs
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
+from ckptmirror.stores.base import ObjectInfo
 
 __all__ = ["ASK_AGAIN_S", "MirrorAudit", "forget_verified"]
 
@@ -179,12 +180,27 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
     missed = [(record, why) for record, why in missed if record.save_id not in removed]
     for record, why in missed:
         forget_verified(table, record, f"{record.object or record.path} {why}")
-    if missed:
-        save_logger(_log, mirror=mirror.url).error(
-            "%d objects that were verified on %s are gone and will be sent again: %s …",
-            len(missed),
+    _warn(mirror, [(record, there.get(record.object or record.path)) for record, _ in missed])
+
+
+def _warn(mirror: Mirror, missed: Sequence[tuple[UploadRecord, ObjectInfo | None]]) -> None:
+    """Say what the mirror lost, and what is only looked at once more."""
+    log = save_logger(_log, mirror=mirror.url)
+    rewritten = [record.object or record.path for record, found in missed if is_rewritten(record, found)]
+    lost = [record.object or record.path for record, found in missed if not is_rewritten(record, found)]
+    if rewritten:
+        log.warning(
+            "%d objects on %s were rewritten or moved since they were verified, and are verified again: %s …",
+            len(rewritten),
             mirror.url,
-            missed[0][0].object or missed[0][0].path,
+            rewritten[0],
+        )
+    if lost:
+        log.error(
+            "%d objects that were verified on %s are gone or damaged and will be sent again: %s …",
+            len(lost),
+            mirror.url,
+            lost[0],
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Artifact
-from ckptmirror.flow.places.object_match import why_differs
+from ckptmirror.flow.places.object_match import is_rewritten, why_differs
 from ckptmirror.local.uploads import UploadRecord, UploadsTable
 from ckptmirror.stores import open_store
 from ckptmirror.stores.base import ObjectInfo
@@ -76,3 +76,15 @@ def test_absence_is_told_before_the_generation_the_generation_before_the_size(re
     assert why_differs(record, None) == "is missing"
     assert "generation" in (why_differs(record, other) or "")
     assert why_differs(record, replace(other, generation=7)) == f"has 3 bytes instead of {len(DATA)}"
+
+
+def test_an_object_that_was_moved_with_its_mirror_is_rewritten_and_one_with_other_bytes_is_lost(
+    record: UploadRecord,
+) -> None:
+    moved = replace(FOUND, generation=8)
+    assert is_rewritten(record, moved)
+    assert is_rewritten(record, replace(moved, crc32c=None))
+    assert not is_rewritten(record, None)
+    assert not is_rewritten(record, replace(moved, size_bytes=3))
+    assert not is_rewritten(record, replace(moved, crc32c=1))
+    assert is_rewritten(replace(record, role="meta"), replace(moved, size_bytes=3))  # another node wrote it
