@@ -12,6 +12,7 @@ from ckptmirror.cli._options import print_json
 from ckptmirror.cli._terminal import moves_cursor
 from ckptmirror.core.errors import DeadlinePassed, NotAuthorised, Temporary
 from ckptmirror.core.printable import printable_line
+from ckptmirror.core.reach import access_hint
 from ckptmirror.core.uncommitted import is_behind_text, is_held_back_text, is_superseded_text
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def print_report(root: Path, report: DrainReport, as_json: bool) -> int:
         print(f"Waiting{whom}: {with_places(behind_text(line), given)}", file=sys.stderr)
     for url, reason in report.refused.items():
         said = f"ckptmirror: {url}: {plain_reason(reason)}"
-        print(f"{said}\n  {with_places(NotAuthorised.hint, given)}", file=sys.stderr)
+        print(f"{said}\n  {with_places(access_hint([url]), given)}", file=sys.stderr)
     for url, error in report.unasked.items():
         what = "could not be asked whether it still has what was verified there"
         print(

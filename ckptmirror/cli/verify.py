@@ -16,18 +16,16 @@ from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
 from ckptmirror.cli._waiting_saves import waiting_facts, waiting_text
 from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
+from ckptmirror.core.reach import access_hint
 
 if TYPE_CHECKING:
     from ckptmirror.flow.verify.verify import Target, Verification, VerifiedSave
 
 _ERROR_OF = {"damaged": IntegrityError, "unreadable": Temporary, "refused": NotAuthorised}
-_HINTS = {
-    "unreadable": "Try the same command again, with a later ckptmirror where a version is named; `ckptmirror verify "
-    "--verbose` logs what happens.",
-    "refused": NotAuthorised.hint,
-}
-
-
+_READ_AGAIN = (
+    "Try the same command again, with a later ckptmirror where a version is named; `ckptmirror verify --verbose` logs "
+    "what happens."
+)
 _COLUMNS = (*SAVE_COLUMNS, Column("STATE"))
 
 
@@ -163,11 +161,16 @@ def _print_result(found: Verification, target: Target) -> int:
         aside = "; those are off the lineage, and no run continues from them" if damaged or unread else ""
         print("; ".join(parts) + aside, file=sys.stderr)
         return 0
-    print(
-        f"ckptmirror: {'; '.join(parts)}.\n  {_HINTS.get(found.outcome) or _after_damage(found, target)}",
-        file=sys.stderr,
-    )
+    print(f"ckptmirror: {'; '.join(parts)}.\n  {_hint(found, target)}", file=sys.stderr)
     return error.exit_code
+
+
+def _hint(found: Verification, target: Target) -> str:
+    if found.outcome == "unreadable":
+        return _READ_AGAIN
+    if found.outcome == "refused":
+        return access_hint(save.place for save in found.saves if save.verdict.state == "refused")
+    return _after_damage(found, target)
 
 
 def _after_damage(found: Verification, target: Target) -> str:

@@ -38,6 +38,7 @@ from ckptmirror.core.errors import (
     StorePermanent,
     StoreTemporary,
 )
+from ckptmirror.core.reach import access_hint
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.fsspec_find import find
@@ -334,16 +335,16 @@ class FsspecStore(Store):
             raise
         except Exception as error:  # a file system may raise anything of the libraries below it
             _let_go(error)
-            raise _meaning(what, error) from error
+            raise _meaning(self.url, what, error) from error
 
 
-def _meaning(what: str, error: Exception) -> CkptMirrorError:
+def _meaning(url: str, what: str, error: Exception) -> CkptMirrorError:
     if isinstance(error, FileExistsError):
         return PreconditionFailed(f"{what}: it exists.")
     if isinstance(error, FileNotFoundError):
         return ObjectNotFound(f"{what}: it is not there.")
     if isinstance(error, PermissionError):
-        return NotAuthorised(f"{what}: {error}")
+        return NotAuthorised(f"{what}: {error}", hint=access_hint([url]))
     if isinstance(error, NotImplementedError):
         return StorePermanent(f"{what}: this file system cannot do that.")
     return StoreTemporary(f"{what}: {type(error).__name__}: {error}")

@@ -103,5 +103,6 @@ def test_what_a_file_system_raises_is_an_error_of_ours() -> None:
         (FileExistsError("x"), PreconditionFailed),
         (NotImplementedError(), StorePermanent),
     ):
-        with pytest.raises(expected), store._explained("test"):
+        with pytest.raises(expected) as told, store._explained("test"):
             raise raised
+        assert "gcloud" not in told.value.hint

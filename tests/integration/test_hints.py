@@ -18,6 +18,8 @@ import click
 import pytest
 
 from ckptmirror.cli._program import program
+from ckptmirror.cli._uploading import print_report
+from ckptmirror.flow.drain import Drained, DrainReport
 from ckptmirror.local.lock import RootLock
 from ckptmirror.testing import GcsServerProcess
 from tests.kit.cli import IMPATIENT, run
@@ -180,6 +182,21 @@ def test_a_mirror_that_cannot_be_asked_is_told_with_a_next_step_that_helps(
     ended = run(*words, env=env | IMPATIENT | {"HOME": str(scene.folder)}, cwd=scene.folder)
     assert_helps(words, ended, exit_code, said, hint)
     assert "drain" not in ended.stderr, "there is nothing to drain"
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("file:///nfs/run", "Make the directory accessible to this user; then try again."),
+        ("gs://some-bucket/run", "Log in (`gcloud auth application-default login`)"),
+    ],
+)
+def test_the_advice_of_a_drain_that_was_refused_follows_from_the_mirror(
+    url: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = DrainReport(Drained(0, 1, 0, 9), 1, (), refused={url: "NotAuthorised: x.pt: Permission denied"})
+    assert print_report(tmp_path, report, as_json=False) == 12
+    assert f"{url}: x.pt: Permission denied\n  {hint}" in capsys.readouterr().err
 
 
 def test_status_names_what_sends_what_is_pending(scene: Scene) -> None:

@@ -26,7 +26,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.model import Attempt
 from ckptmirror.core.nearest_steps import nearest_steps
 from ckptmirror.core.problems import Hindrance
-from ckptmirror.core.reach import Reach
+from ckptmirror.core.reach import Reach, access_hint
 from ckptmirror.core.start.evidence import Evidence, ListFound, Row
 from ckptmirror.core.start.lineage import Lineage, SaveFacts
 from ckptmirror.core.start.quarantine import Failure, why_quarantined
@@ -112,7 +112,7 @@ def not_answering(why: str, silent: Mapping[str, str], *, may_go_back: bool = Fa
         gone = "go back on purpose with policy=<step>"
     text = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."
     if all(phrase.startswith(_REFUSES) for phrase in silent.values()):
-        return NotAuthorised(text)
+        return NotAuthorised(text, hint=access_hint(silent))
     verb = "it is configured again" if NOT_CONFIGURED in silent.values() else "it answers"
     return StoreTemporary(text, hint=f"Start again when {verb}, or {gone}.")
 
