@@ -104,12 +104,12 @@ def _print(found: Verification) -> None:
         lines = []
         for save in found.saves:
             if save.place == place:
-                lines.append(_cells(save, found.deep))
+                lines.append(_cells(save, found))
         print_table(_COLUMNS, lines)
     sys.stdout.flush()
 
 
-def _cells(save: VerifiedSave, deep: bool) -> list[Cell]:
+def _cells(save: VerifiedSave, found: Verification) -> list[Cell]:
     verdict = save.verdict
     return [
         "?" if verdict.step is None else str(verdict.step),
@@ -117,14 +117,14 @@ def _cells(save: VerifiedSave, deep: bool) -> list[Cell]:
         size(save.size_bytes),
         (verdict.standing, standing_style(verdict.standing)),
         save.save_id[:8],
-        _state(save, deep),
+        _state(save, found),
     ]
 
 
-def _state(save: VerifiedSave, deep: bool) -> Cell:
+def _state(save: VerifiedSave, found: Verification) -> Cell:
     state = save.verdict.state
     if state == "whole":
-        return "whole" + (", every byte" if deep else "") + _tensors(save), "green"
+        return "whole" + (", every byte" if found.deep else "") + _tensors(save), "green"
     more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
     wrong = f"{save.faults[0] if save.faults else save.meta}{more}"
     if save.whole_kinds and save.whole_kinds == save.verdict.kinds:
@@ -133,7 +133,15 @@ def _state(save: VerifiedSave, deep: bool) -> Cell:
         wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if state != "damaged":
         return f"not read: {wrong}", "yellow"
-    return f"DAMAGED: {wrong} -> {save.mend or 'no good copy is known'}", "red"
+    copy = _whole_on(save, found)
+    then = save.mend or (f"it is whole on {copy}" if copy else "no good copy is known")
+    return f"DAMAGED: {wrong} -> {then}", "red"
+
+
+def _whole_on(save: VerifiedSave, found: Verification) -> str:
+    """Return a mirror that has a damaged save whole; "" if none was found. A disk may have one node's part alone."""
+    there = (other for other in found.saves if save.save_id and other.save_id == save.save_id and "://" in other.place)
+    return next((other.place for other in there if other.verdict.state == "whole"), "")
 
 
 def _tensors(save: VerifiedSave) -> str:
@@ -182,9 +190,12 @@ def _after_damage(found: Verification, target: Target) -> str:
         return (
             "A tensor whose bytes are those that were written was written wrong: use another kind or save. Report it."
         )
-    has_command = {bool(save.mend) for save in found.saves if save.verdict.state == "damaged"}
-    hints = ["A line with a command: the command repairs that save."] * (True in has_command)
-    if False in has_command:
+    damaged = [save for save in found.saves if save.verdict.state == "damaged"]
+    hints = ["A line with a command: the command repairs that save."] * any(save.mend for save in damaged)
+    copies = [_whole_on(save, found) for save in damaged if not save.mend]
+    if any(copies):
+        hints.append(_hint_of_copy(found, target))
+    if not all(copies):
         deep = " --deep" if found.deep else ""
         if target.root is None:
             mirrors = "".join(f" --mirror {quote(url)}" for url in target.mirrors)
@@ -200,6 +211,19 @@ def _after_damage(found: Verification, target: Target) -> str:
         else:
             hints.append("No good copy is known: if the run has another mirror, add its --mirror URL.")
     return " ".join(hints)
+
+
+def _hint_of_copy(found: Verification, target: Target) -> str:
+    if target.root is not None:
+        return (
+            "What is whole on another mirror is brought from there by `ckptmirror stage --step N --full --mirror URL "
+            "--dest DIR`."
+        )
+    mirrors = "".join(f" --mirror {quote(url)}" for url in target.mirrors)
+    return (
+        "What is whole on another mirror is sent again from the root of the run: "
+        f"`ckptmirror verify --root DIR{mirrors}{' --deep' if found.deep else ''}` names the command."
+    )
 
 
 def _facts(found: Verification) -> dict[str, Any]:

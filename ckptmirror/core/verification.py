@@ -126,16 +126,17 @@ def repair_command(
         kinds: The kinds to stage (``kinds_to_stage``).
         standing: The save's standing.
         place: Where the damaged copy is: a directory, or a mirror's URL.
-        root: For damage on a mirror: the directory that holds a good copy.
-        mirror: For damage in a directory: the mirror that holds a good copy.
+        root: For damage on a mirror: the directory that a good copy is sent from.
+        mirror: The mirror that holds a good copy, which is staged into the directory. None: the directory has one.
         is_known: For damage on a mirror: whether the root's table knows that mirror.
     """
-    if mirror is not None:
-        rest = "" if standing == "current" else " --superseded"
-        rest += f" --mirror {quote(mirror)} --dest {quote(place)}"
-        return " && ".join(f"ckptmirror stage --step {step} --kind {kind} --full --refresh{rest}" for kind in kinds)
-    if root is None:
-        return ""
-    if is_known:
-        return f"ckptmirror drain --root {quote(root)}"
-    return f"ckptmirror push --root {quote(root)} --mirror {quote(place)} --step {step}"
+    send = ""
+    if root is not None:
+        push = f"ckptmirror push --root {quote(root)} --mirror {quote(place)} --step {step}"
+        send = f"ckptmirror drain --root {quote(root)}" if is_known else push
+    if mirror is None:
+        return send
+    rest = "" if standing == "current" else " --superseded"
+    rest += f" --mirror {quote(mirror)} --dest {quote(root or place)}"
+    stages = [f"ckptmirror stage --step {step} --kind {kind} --full --refresh{rest}" for kind in kinds]
+    return " && ".join([*stages, send] if stages and send else stages)

@@ -151,6 +151,32 @@ def test_a_damaged_local_file_comes_back_from_a_mirror_by_the_command_that_is_na
     assert verify(Target(root), deep=True).outcome == "whole"
 
 
+def test_what_is_damaged_on_a_mirror_and_rotated_here_is_staged_from_another_mirror_and_sent_again(
+    tmp_path: Path,
+) -> None:
+    contents = dcp_contents("__0_0.distcp")
+    root, url, metas = drained(tmp_path, 100, 200, kinds=("dcp", "model"), contents=contents)
+    other = f"file://{tmp_path}/other"
+    store = open_store(other)
+    put_attempts(store, [FIRST_ATTEMPT])
+    for meta in metas:
+        put_on_mirror(store, root, meta)
+    assert run("rotate", "--root", root, "--keep-last", "1").returncode == 0
+    assert not (root / "meta_000100.json").exists()
+    flip_bit(tmp_path / "mirror" / "model_000100.pt")
+    alone = run("verify", "--mirror", url, "--mirror", other, "--deep")
+    assert_tells(alone, 6, f"`ckptmirror verify --root DIR --mirror {url} --mirror {other} --deep` names", stdout=None)
+    assert f"-> it is whole on {other}" in alone.stdout
+    assert "o good copy" not in alone.stdout + alone.stderr
+    found = verify(Target(root, (url, other)), deep=True)
+    (command,) = (one.mend for one in found.saves if one.verdict.state == "damaged")
+    assert command.count(f"--mirror {other} --dest {root}") == 2
+    assert command.endswith(f" && ckptmirror drain --root {root}")
+    mend(found)
+    assert verify(Target(root, (url, other)), deep=True).outcome == "whole"
+    assert (root / "meta_000100.json").exists()
+
+
 def test_no_copy_that_was_seen_to_be_damaged_is_named_as_the_good_one(tmp_path: Path) -> None:
     root, url, _ = drained(tmp_path, 100)
     flip_bit(root / "model_000100.pt")

@@ -208,7 +208,8 @@ def verify(
         if any(_are_of_others(one, part) for one in subjects for part in parts if one.save_id == part.save_id):
             notes.append(_SENT_BY_OTHERS)
         saves = tuple(
-            replace(_verified(subject, subjects, table), tensors=compared.get(id(subject))) for subject in subjects
+            replace(_verified(subject, subjects, table, target.root), tensors=compared.get(id(subject)))
+            for subject in subjects
         )
     return Verification(deep, saves, tuple(dict.fromkeys(notes)), pending_again, tuple(waiting))
 
@@ -300,7 +301,7 @@ def _read(
                     subject.faults[artifact.path] = fault
 
 
-def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> VerifiedSave:
+def _verified(subject: Subject, everything: Sequence[Subject], table: Table, root: Path | None) -> VerifiedSave:
     state = subject.state()
     verdict = Verdict(subject.step, subject.kinds, subject.standing, state)
     called = {artifact.path: subject.name_of(artifact) for artifact in subject.artifacts}
@@ -316,7 +317,7 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table) -> 
         mend = delete_command(subject.address)
         lines = [f"{line.rstrip('.')}; a whole save of step {subject.step} is beside it" for line in lines]
     elif state == "damaged" and (subject.faults or not subject.wrong_tensors):  # every copy has the same tensors
-        mend = _mend(subject, everything, table)
+        mend = _mend(subject, everything, table, root)
     return VerifiedSave(
         place=subject.place,
         meta=subject.name,
@@ -342,36 +343,45 @@ def _is_spare(subject: Subject, everything: Sequence[Subject], table: Table) -> 
     return any(row is None or other.save_id == row.save_id for other in beside)
 
 
-def _mend(subject: Subject, everything: Sequence[Subject], table: Table) -> str:
-    """Return the command that repairs a damaged copy, if a good one is known."""
+def _mend(subject: Subject, everything: Sequence[Subject], table: Table, root: Path | None) -> str:
+    """Return the command that repairs a damaged copy, if a good one is known.
+
+    What is damaged on a mirror is sent from the root. If that has no good copy, one is staged into it first, in all
+    kinds: a copy of one kind alone is never sent.
+    """
     row = table.save_of(subject)
     save_id = row.save_id if row is not None else subject.save_id
     if subject.step is None or not save_id:
         return ""
-    command = partial(
-        repair_command,
-        step=subject.step,
-        kinds=_kinds_to_stage(subject, row),
-        standing=subject.standing,
-        place=subject.place,
-    )
+    command = partial(repair_command, step=subject.step, standing=subject.standing, place=subject.place)
     others = [one for one in everything if one.save_id == save_id and one.place != subject.place]
     if subject.is_on_mirror:
-        here = next((one for one in others if not one.is_on_mirror and one.state() == "whole"), None)
-        if here is None or here.meta is None or here.meta.partial or _are_of_others(subject, here.meta):
+        if root is None or any(one.meta is not None and _are_of_others(subject, one.meta) for one in _on_disk(others)):
             return ""
-        return command(root=here.place, is_known=table.knows(subject.place))
+        command = partial(command, root=str(root), is_known=table.knows(subject.place))
+        if any(one.state() == "whole" and one.meta and not one.meta.partial for one in _on_disk(others)):
+            return command(kinds=())
     if any(one.step == subject.step and one.standing == "current" and one.save_id != save_id for one in everything):
         return ""  # it would stage that one
-    bad = {one.place for one in others if one.state() != "whole"}
-    copies = [one.place for one in others if one.state() == "whole"]
-    copies += [url for url in table.holders(save_id) if url not in bad]
-    if subject.meta is not None and subject.meta.staged_from and subject.meta.staged_from not in bad:
-        copies.append(subject.meta.staged_from)
+    copies = _copies(subject, others, table.holders(save_id))
     if not copies:
         return ""
+    if subject.is_on_mirror:
+        return command(kinds=kinds_to_stage(row.kinds if row is not None else subject.kinds, ()), mirror=copies[0])
     aside = f"mv {quote(subject.name)} {quote(subject.name)}.broken && " if subject.meta is None else ""
-    return aside + command(mirror=copies[0])
+    return aside + command(kinds=_kinds_to_stage(subject, row), mirror=copies[0])
+
+
+def _on_disk(subjects: Sequence[Subject]) -> list[Subject]:
+    return [one for one in subjects if not one.is_on_mirror]
+
+
+def _copies(subject: Subject, others: Sequence[Subject], holders: Sequence[str]) -> list[str]:
+    """Return the mirrors that have a good copy of a save: as was found now, by the table, and where it came from."""
+    bad = {subject.place, *(one.place for one in others if one.state() != "whole")}
+    copies = [one.place for one in others if one.is_on_mirror and one.state() == "whole"]
+    came_from = subject.meta.staged_from if subject.meta is not None else None
+    return copies + [url for url in (*holders, came_from) if url and url not in bad]
 
 
 def _are_of_others(subject: Subject, part: Meta) -> bool:

@@ -89,6 +89,14 @@ def test_a_directory_is_mended_from_a_mirror_and_a_mirror_from_a_directory():
     unknown = repair_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/r", is_known=False)
     assert unknown == "ckptmirror push --root /r --mirror gs://b/p --step 5"
     assert repair_command(step=5, kinds=("dcp",), standing="current", place="gs://b/p") == ""
+    brought = repair_command(
+        step=5, kinds=("dcp",), standing="current", place="gs://b/p", root="/r", mirror="gs://other/p"
+    )
+    assert brought == (
+        "ckptmirror stage --step 5 --kind dcp --full --refresh --mirror gs://other/p --dest /r && "
+        "ckptmirror drain --root /r"
+    )
+    assert repair_command(step=5, kinds=(), standing="current", place="gs://b/p", root="/r", mirror="gs://o/p") == ""
 
 
 def test_a_place_with_a_blank_in_its_name_can_be_pasted_into_a_shell():
