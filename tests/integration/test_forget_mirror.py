@@ -152,3 +152,14 @@ def test_a_mirror_that_was_pushed_to_is_sent_nothing_more(tmp_path: Path) -> Non
     assert not forgotten.stderr
     assert [url for url, _ in read_status(root).mirrors] == [kept]
     assert run("drain", "--root", root).returncode == 0
+
+
+def test_a_mirror_that_comes_back_into_the_run_is_not_said_to_show_an_older_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, kept, away = tmp_path / "root", f"file://{tmp_path}/kept", f"file://{tmp_path}/away"
+    saved_run(root, (1,), kept, away)
+    assert run("forget-mirror", "--root", root, "--url", away).returncode == 0
+    saved_run(root, (2,), kept)
+    saved_run(root, (3,), kept, away)
+    assert "older state" not in caplog.text

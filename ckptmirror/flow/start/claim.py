@@ -184,6 +184,7 @@ class RunClaim:
         self._own_id = read_root_id(root).id
         self._places = _Places(root, table, mirrors, cache, self._identity)
         self._begins = False
+        self._required_by: dict[str, int] = {}  # mirror: the number of the newest attempt before that required it
         self._may_commit: set[str] = set()  # mirrors that have a save of this attempt
         self._lock = threading.Lock()
         self._mirror_locks: dict[str, threading.Lock] = {}
@@ -230,6 +231,7 @@ class RunClaim:
             StoreTemporary: A mirror that must take the claim stopped answering.
         """
         self._begins = run_of(seen.evidence) is None
+        self._required_by = {one.url: one.number for one in seen.evidence.disk.requirements if not one.is_removed}
         if not self._begins:  # else the first mirror names the run: if two starts begin it at once, one starts over
             self._write_here(self._claim.root_list)
         claimed: set[str] = set()
@@ -344,13 +346,14 @@ class RunClaim:
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} keeps changing.")
 
     def _tell_of_older_state(self, mirror: Mirror, there: AttemptList | None) -> None:
-        """Log an error if a required mirror's list lacks an attempt that it once recorded: lists only grow."""
-        mine = self._claim.root_list
+        """Log an error if a required mirror's list lacks the newest attempt that it had to record: lists only grow."""
+        mine, number = self._claim.root_list, self._required_by.get(mirror.url)
         if there is None or mirror.url not in mine.required:
             return
         listed = {one.id for one in there.attempts}
-        lost = [one for one in mine.attempts if one.id in mine.completed and one.id not in listed]
-        if lost and not listed.issuperset(mine.completed):
+        completed = [one for one in mine.attempts if one.id in mine.completed and one.number == number]
+        lost = [one for one in completed if one.id not in listed]
+        if lost:
             save_logger(_log, mirror=mirror.url).error(
                 "%s had recorded attempt %d (%s), and its list does not name it now: the mirror shows an older state. "
                 "Somebody restored or replayed it; compare `ckptmirror ls` of this root and of the mirror",
