@@ -121,6 +121,14 @@ def test_two_mirrors_that_are_one_directory_are_refused(tmp_path: Path, exists: 
         node_of(tmp_path / "root", f"file://{tmp_path}/nfs/run", f"file://{tmp_path}/alias/run")
 
 
+def test_the_root_of_a_trainer_is_no_mirror_of_another(tmp_path: Path) -> None:
+    """Its rotation would delete there what the other run has on its mirror."""
+    training_root(tmp_path / "old")
+    with pytest.raises(ConfigError, match="is a directory that a trainer saves to") as refused:
+        node_of(tmp_path / "new", f"file://{tmp_path}/old")
+    assert f"push --root {tmp_path}/old --mirror URL" in refused.value.hint
+
+
 def test_mirrors_beside_one_another_and_beside_the_root_are_accepted(tmp_path: Path) -> None:
     specs = [MirrorSpec(f"file://{tmp_path}/{name}") for name in ("a", "b", "root2")]
     check_places(tmp_path / "root", open_mirrors([*specs, MirrorSpec("memory://beside")], tmp_path / "root", None))

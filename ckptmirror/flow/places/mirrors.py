@@ -18,6 +18,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import (
@@ -308,10 +309,11 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
 
     A mirror that is the root would take the local files for its copies. A mirror inside the root is lost with the
     root's disk, and rotation may delete its names. A mirror around the root would list the local files as its objects.
-    Two mirrors that are one directory would count one copy twice.
+    Two mirrors that are one directory would count one copy twice. The root of a trainer is rotated by that one alone.
 
     Raises:
-        ConfigError: Two of these are one directory, or one is inside the other, whatever their paths.
+        ConfigError: Two of these are one directory, or one is inside the other, whatever their paths. Or a trainer
+            saves to a mirror.
     """
     chain = _chain(root)
     seen: dict[_Where, str] = {}
@@ -334,6 +336,12 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
                 hint="List each directory once.",
             )
         seen[there[0]] = mirror.url
+        if _is_of_trainer(directory):
+            raise ConfigError(
+                f"The mirror {mirror.url} is a directory that a trainer saves to, whose rotation would delete copies.",
+                hint=f"{_ELSEWHERE} `ckptmirror push --root {quote(str(directory))} --mirror URL` copies there what "
+                f"it has. If no trainer saves to it any more, you can move {directory / names.ATTEMPTS_NAME} away.",
+            )
 
 
 def check_destination(dest: Path, mirror: Mirror) -> None:
@@ -356,6 +364,14 @@ def check_destination(dest: Path, mirror: Mirror) -> None:
 
 _Where = tuple[int, int, tuple[str, ...]]
 _ELSEWHERE = "Give the mirror a directory of its own, on another disk: an NFS path, for example."
+
+
+def _is_of_trainer(directory: Path) -> bool:
+    """Whether a trainer saves to a directory, as far as its file system answers."""
+    try:
+        return hang_guard(directory).look(lambda: os.path.lexists(directory / names.ATTEMPTS_NAME))
+    except StoreHangs:
+        return False
 
 
 def _chain_of_mirror(directory: Path) -> list[_Where]:
