@@ -1,4 +1,4 @@
-"""A mirror that keeps a start waiting for longer than ranks wait for one another: all ranks say which mirror it is."""
+"""Mirrors that keep a start waiting for longer than ranks wait for one another, or do not take what a person says."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import pytest
 from ckptmirror import CheckpointManager
 from ckptmirror.core import names
 from ckptmirror.ranks import meeting
+from ckptmirror.testing import Fault, GcsServerProcess
+from ckptmirror.testing.fixtures import GCS_BUCKET, gcs_server
+from tests.kit.cli import run
 from tests.kit.faults import faulty
 from tests.kit.faulty_store import StoreFault
 from tests.kit.processes import outcome, run_ranks
-from tests.nodes.jobs import built
+from tests.nodes.jobs import Job, built, expect
+
+__all__ = ["gcs_server"]
 
 MEETINGS = 3
 LIMIT_S = 10.0
@@ -55,3 +60,14 @@ def test_i7_ranks_meet_while_a_mirror_keeps_a_start_waiting_and_all_name_it(
     for _, message, _ in found:
         assert f"file://{tmp_path}/mirror" in message
         assert "did not answer within" not in message
+
+
+def test_a_rewind_that_no_mirror_took_sets_no_job_back(gcs_server: GcsServerProcess, tmp_path: Path) -> None:
+    url = f"gs://{GCS_BUCKET}/rewound"
+    first = Job(tmp_path, "ab", (1, 2), bucket=url, kinds=("model",)).run()
+    gcs_server.faults([Fault(operation="upload.*", status=403, times=0)])
+    assert run("rewind", "--root", tmp_path / "a", "--step", "1").returncode == 12
+    gcs_server.clear_faults()
+    for node in "ab":
+        assert run("forget-mirror", "--root", tmp_path / node, "--url", url).returncode == 0
+    expect(Job(tmp_path, "ab", kinds=("model",)).run(), 2, "disk", first[0])

@@ -9,7 +9,7 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
    required at this root's last start. A required mirror that does not answer, or is not configured, is *silent*.
 3. An attempt counts if a mirror that answers has a committed save of it. A person's attempt counts once every mirror
    that had to take its claim lists it, or this root saw that they all did; while one of them is silent, the attempt is
-   *doubtful*. If a mirror was required then, one of this root's that no mirror lists does not count: it failed.
+   *doubtful*. If a mirror was required then, one of these roots' that no mirror lists does not count: it failed.
 4. Other attempts can count as well: first those whose save this root's table recorded on a mirror that is now silent,
    since they counted there; then those whose saves exist only on this disk, and then in the persistent directory. Of
    each, the newest is added first, since it knew the older ones and may have left them behind, and only if it is a
@@ -177,6 +177,7 @@ def _of_persons(
     sound = [row for row in evidence.mirrors() if row.answers and row.listed is ListFound.SOUND]
     claimed = {row.place: _ids(row, Voice.CLAIMED) for row in sound}  # once: a list may name 100,000
     listed = {one for ids in claimed.values() for one in ids}
+    own = {evidence.root, *evidence.roots}
     counting: set[str] = set()
     doubtful: list[Attempt] = []
     for attempt in known.values():
@@ -188,7 +189,7 @@ def _of_persons(
         if all(attempt.id in ids for place, ids in claimed.items() if place in attempt.required):
             if silent.keys() & set(attempt.required):
                 doubtful.append(attempt)
-            elif attempt.id in listed or not attempt.required or attempt.root != evidence.root:
+            elif attempt.id in listed or not attempt.required or attempt.root not in own:
                 counting.add(attempt.id)
     return counting, tuple(doubtful)
 
