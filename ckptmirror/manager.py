@@ -545,7 +545,7 @@ class CheckpointManager:
                 self.events.emit(stop_event(stop, self.ranks.rank))
             return stopped
 
-        failed = not is_stopped() and _is_failure(sys.exc_info()[1])  # which is being handled around this call
+        failed = _is_failure(sys.exc_info()[1])  # which is being handled here; torchrun stops the ranks that are left
         deadline = time.monotonic() + timeout_s
         try:
             if self._saver is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager, list_checkpoints
+from ckptmirror import CheckpointManager, StopRequest, list_checkpoints
 from ckptmirror.core.errors import CkptMirrorError
 from tests.nodes.jobs import WAIT_S, Found, Job, built
 
@@ -41,16 +41,23 @@ def next_job(base: Path, nodes: str) -> list[Found]:
 
 
 def die(rank: int, job: Job, *, who: int, kills: bool) -> str:
-    """Resume, report a step, and end on one rank; the others hear of it from a save. Return what they heard."""
+    """Resume, report a step, and end on one rank; the others hear of it from a save. Return what they heard.
+
+    As torchrun does, the others are asked to stop then.
+    """
     manager = CheckpointManager(job.base / job.nodes[rank], [job.url], timeout_s=WAIT_S)
     try:
-        with manager:
+        with StopRequest() as stop, contextlib.ExitStack() as ends:
+            ends.callback(lambda: manager.close(stop=stop))
             state = built(job.wrapped)
             info = manager.resume(state)
             assert info is not None
             manager.report(info.step + 1, 0.5)
             manager.ranks.exchange(None, what="have all reported")
             if rank != who:
+                with contextlib.suppress(CkptMirrorError):
+                    manager.save(info.step + 1, state).wait()
+                os.kill(os.getpid(), signal.SIGTERM)
                 manager.save(info.step + 1, state).wait()
             elif kills:
                 os.kill(os.getpid(), signal.SIGKILL)
