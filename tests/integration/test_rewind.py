@@ -146,12 +146,14 @@ def test_a_rewind_that_a_mirror_does_not_take_changes_nothing(
         assert start.step == 2
 
 
-def test_a_mirror_that_was_pushed_to_and_is_gone_hinders_nothing(tmp_path: Path) -> None:
-    root, _, _ = drained(tmp_path, 100, 200)
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_a_mirror_that_was_pushed_to_and_is_gone_hinders_nothing(mirrored: bool, tmp_path: Path) -> None:
+    root, url = tmp_path / "root", f"file://{tmp_path}/usb/pushed"
+    saved_run(root, (1, 2), *([f"file://{tmp_path}/mirror"] if mirrored else []), kinds=("model",))
     (tmp_path / "usb").mkdir()
-    url = f"file://{tmp_path}/usb/pushed"
     assert run("push", "--root", root, "--mirror", url).returncode == 0
-    shutil.rmtree(tmp_path / "usb")
+    (tmp_path / "usb").rename(tmp_path / "away")
+    assert_tells(run("rewind", "--root", root, "--step", "7"), 5, "It may be there", url)
     rewound = run("rewind", "--root", root, "--scratch")
     assert rewound.returncode == 0, rewound.stderr
     assert f"warning: {url} does not answer" in rewound.stderr

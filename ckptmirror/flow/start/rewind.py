@@ -137,13 +137,17 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         seen = survey([look_at_disk(root, table, read_root_id(root))], opened)
         needless = _needless(root, table)
     silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
-    seen = _without(seen, needless & silent.keys())
+    needed = _without(seen, needless & silent.keys())
     if why := not_believed(seen.evidence):
         raise NotSigned(why)
     if run_of(seen.evidence) is None:
         where = ", ".join([str(root), *(mirror.url for mirror in opened)])
         raise CheckpointNotFound(f"{where} names no run.", hint="Check --root and --mirror.")
-    move = next_move(seen.evidence, Wish(reference, force=True))
+    move = next_move(needed.evidence, Wish(reference, force=True))
+    if isinstance(move, Refuse) and isinstance(move.error, CheckpointNotFound):
+        move = next_move(seen.evidence, Wish(reference, force=True))  # a silent mirror may have it
+    else:
+        seen = needed
     if isinstance(move, Refuse):
         raise _with_verb(root, reference, seen, move.error)
     if isinstance(move, Scratch):

@@ -406,8 +406,9 @@ class _Rows:
 
     @cached_property
     def _was_required(self) -> set[str]:
-        """Return the mirrors that counted at the last start and have saves."""
-        return {url for disk in self._disks for url in counting_rows(disk.mirrors) if url in disk.verified_on}
+        """Return the mirrors that counted at the last start and have saves. One that was only pushed to did not."""
+        known = [(disk, [row for row in disk.mirrors if row.required or not row.pushed]) for disk in self._disks]
+        return {url for disk, rows in known for url in counting_rows(rows) if url in disk.verified_on}
 
     # -- the persistent directory ----------------------------------------------------------------------------
 
