@@ -62,6 +62,7 @@ def test_i7_ranks_meet_while_a_mirror_keeps_a_start_waiting_and_all_name_it(
         assert "did not answer within" not in message
 
 
+@pytest.mark.long
 def test_a_rewind_that_no_mirror_took_sets_no_job_back(gcs_server: GcsServerProcess, tmp_path: Path) -> None:
     url = f"gs://{GCS_BUCKET}/rewound"
     first = Job(tmp_path, "ab", (1, 2), bucket=url, kinds=("model",)).run()

@@ -185,18 +185,18 @@ def _ask(table: UploadsTable, mirror: Mirror) -> None:
 
 def _warn(mirror: Mirror, missed: Sequence[tuple[UploadRecord, ObjectInfo | None]]) -> None:
     """Say what the mirror lost, and what is only looked at once more."""
-    log = save_logger(_log, mirror=mirror.url)
+    fields = save_logger(_log, mirror=mirror.url)
     rewritten = [record.object or record.path for record, found in missed if is_rewritten(record, found)]
     lost = [record.object or record.path for record, found in missed if not is_rewritten(record, found)]
     if rewritten:
-        log.warning(
+        fields.warning(
             "%d objects on %s were rewritten or moved since they were verified, and are verified again: %s …",
             len(rewritten),
             mirror.url,
             rewritten[0],
         )
     if lost:
-        log.error(
+        fields.error(
             "%d objects that were verified on %s are gone or damaged and will be sent again: %s …",
             len(lost),
             mirror.url,
