@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -316,32 +317,49 @@ def test_no_increment_is_lost_among_writers_that_compare_and_swap(opener: Opener
     assert opener.open().read("counter", limit_bytes=10)[0] == b"30"
 
 
-def _in_another_process(opener: Opener, code: str) -> str:
+_DOES_EACH_LINE = "import sys\nfor line in sys.stdin:\n    exec(line)\n    sys.stdout.flush()\n"
+
+
+@contextlib.contextmanager
+def _another_process(opener: Opener) -> Iterator[Callable[[str], str]]:
+    """Open the store in another process; yield what does a line of code there and returns the line that it prints."""
     if not opener.code:
         pytest.skip("the store lives in one process")
-    done = subprocess.run([sys.executable, "-c", f"{opener.code}\n{code}"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    program = [sys.executable, "-c", f"{opener.code}\n{_DOES_EACH_LINE}"]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+
+        def do(line: str) -> str:
+            assert other.stdin is not None
+            assert other.stdout is not None
+            print(line, file=other.stdin, flush=True)
+            return other.stdout.readline()
+
+        yield do
+        other.stdin.close()
+        assert other.wait(60) == 0
 
 
 def test_sees_objects_written_by_another_process(store: Store, opener: Opener) -> None:
-    assert store.stat("dir/x") is None
-    assert list(store.list("dir/")) == []
-    _in_another_process(opener, "store.write('dir/x', b'theirs', if_generation=0)")
-    first = _stat(store, "dir/x")
-    assert list(store.list("dir/")) == [first]
-    _in_another_process(opener, f"store.write('dir/x', b'THEIRS', if_generation={first.generation})")
-    second = _stat(store, "dir/x")
-    assert second.generation != first.generation
-    assert list(store.list()) == [second]
-    _in_another_process(opener, f"store.delete('dir/x', generation={second.generation})")
-    assert store.stat("dir/x") is None
-    assert list(store.list()) == []
+    with _another_process(opener) as do:
+        assert store.stat("dir/x") is None
+        assert list(store.list("dir/")) == []
+        assert do("store.write('dir/x', b'theirs', if_generation=0); print('done')") == "done\n"
+        first = _stat(store, "dir/x")
+        assert list(store.list("dir/")) == [first]
+        assert do(f"store.write('dir/x', b'THEIRS', if_generation={first.generation}); print('done')") == "done\n"
+        second = _stat(store, "dir/x")
+        assert second.generation != first.generation
+        assert list(store.list()) == [second]
+        assert do(f"store.delete('dir/x', generation={second.generation}); print('done')") == "done\n"
+        assert store.stat("dir/x") is None
+        assert list(store.list()) == []
 
 
 def test_another_process_agrees_on_the_generation(store: Store, opener: Opener) -> None:
-    info = store.upload(upload_of("x", b"abc"))
-    assert _in_another_process(opener, "print(store.stat('x').generation)") == f"{info.generation}\n"
+    with _another_process(opener) as do:
+        info = store.upload(upload_of("x", b"abc"))
+        assert do("print(store.stat('x').generation)") == f"{info.generation}\n"
 
 
 def test_many_threads_share_one_store(store: Store) -> None:
