@@ -201,6 +201,21 @@ def test_of_two_damaged_files_each_is_taken_from_where_it_is_whole(tmp_path: Pat
     expect(replace(job, steps=()).run(), 2, job.url, first[0])
 
 
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize(("nodes", "lost"), [("ab", "b"), ("ab", "ab"), ("a", "a")])
+def test_a_list_of_tensors_that_is_damaged_on_the_mirror_costs_the_proof_alone(
+    nodes: str, lost: str, shares: bool, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, nodes, (1, 2), kinds=("dcp",), shares=shares)
+    first = job.run()
+    flip_bit(tmp_path / "mirror" / f"tensors_000002_rank{len(nodes) - 1}.json")
+    for node in lost:
+        shutil.rmtree(tmp_path / node)
+    found = replace(job, steps=()).run()
+    assert [one.step for one in found] == [2] * len(nodes)
+    assert all(same(one.began, first[0].ended) for one in found)
+
+
 def test_what_is_damaged_on_the_only_node_that_has_it_is_named_as_it_is_there(tmp_path: Path) -> None:
     Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",)).run()
     flip_bit(tmp_path / "b/dcp_000002/__1_0.distcp")
