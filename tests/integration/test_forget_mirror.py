@@ -163,3 +163,15 @@ def test_a_mirror_that_comes_back_into_the_run_is_not_said_to_show_an_older_stat
     saved_run(root, (2,), kept)
     saved_run(root, (3,), kept, away)
     assert "older state" not in caplog.text
+
+
+def test_i1_a_table_that_knows_only_a_mirror_that_was_pushed_to_keeps_it(tmp_path: Path) -> None:
+    """A new table: the trainer's own mirrors, which rotation has to ask, are not in it yet."""
+    root, kept, pushed = tmp_path / "root", f"file://{tmp_path}/kept", f"file://{tmp_path}/pushed"
+    saved_run(root, (1, 2), kept)
+    for part in (root / ".ckptmirror").glob("uploads.db*"):
+        part.unlink()
+    shutil.rmtree(tmp_path / "kept")
+    assert run("push", "--root", root, "--mirror", pushed).returncode == 0
+    assert_tells(run("forget-mirror", "--root", root, "--url", pushed), 10, "is the only mirror that the table")
+    assert [url for url, _ in read_status(root).mirrors] == [pushed]

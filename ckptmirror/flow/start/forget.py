@@ -7,6 +7,7 @@ Rules:
 * The root's table no longer lists it, so that no verb waits for it either. Uploads that wait for it stay in the table
   until it is configured again. The last mirror stays listed, as an optional one: without any, rotation would ask none.
 * A mirror that a person pushed to is taken from the table alone, for no list names it: drains send nothing more there.
+  If the table knows no other, it stays: where the table is new, the trainer's mirrors are not in it yet.
 * Nothing on the mirror and no file of a save changes.
 """
 
@@ -19,7 +20,7 @@ from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
-from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, PreconditionFailed, Temporary
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, ConfigError, PreconditionFailed, Temporary
 from ckptmirror.core.model import AttemptList, new_id
 from ckptmirror.core.start.lineage import merge_attempts, removal
 from ckptmirror.flow.places.attempt_lists import check_can_sign, listed_attempts, read_mirror_attempts
@@ -63,6 +64,7 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
 
     Raises:
         CheckpointNotFound: The run does not name such a mirror.
+        ConfigError: It was pushed to, and the table knows no other.
         NoTable: ckptmirror has not saved here.
         RootLocked: A trainer, or another verb, holds the root.
     """
@@ -74,6 +76,11 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
         try:
             rows = table.mirrors()
             pushed = {row.url for row in rows if row.pushed}
+            if url in pushed and len(rows) == 1:
+                raise ConfigError(
+                    f"{url} is the only mirror that the table of {root} knows: without it, rotation would ask none.",
+                    hint="Start the trainer with its mirrors, or `ckptmirror push` to another one, first.",
+                )
             specs = [MirrorSpec(row.url, row.required) for row in rows if row.url != url and not row.pushed]
             mirrors = open_mirrors(specs, root, table)
             try:
