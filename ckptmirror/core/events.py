@@ -227,7 +227,8 @@ class AttemptDecided(Event):
 
     Attributes:
         step: None for a start from scratch.
-        place: ``"disk"``, or the mirror that the save was brought from; empty for a start from scratch.
+        place: ``"disk"``, the mirror that the save was brought from, or ``"anywhere"`` if it was put together; empty
+            for a start from scratch.
         duration_s: From the beginning of the start to the claim, including all reading and loading.
     """
 

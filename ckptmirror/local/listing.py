@@ -88,6 +88,14 @@ class Listing:
             return Fault(f"{path} has {facts.st_size} bytes instead of {size_bytes}")
         return None
 
+    def size_bytes(self, path: str) -> int | None:
+        """Return the size of a regular file; None if it is not one, or cannot be looked at now."""
+        entry = self._entry(path)
+        try:
+            return entry.stat().st_size if entry is not None and entry.is_file(follow_symlinks=False) else None
+        except OSError:
+            return None
+
     def files_below(self, directory: str, depth: int = 0) -> list[str]:
         """Return the paths of everything below a directory that is not itself a directory, sorted."""
         found = []

@@ -73,7 +73,7 @@ def test_a_damaged_file_is_taken_from_another_node_that_has_it_whole(
 ) -> None:
     first = Job(tmp_path, "ab", (1, 2), mirrored=False, kinds=("dcp",)).run()
     damage(tmp_path / damaged / "dcp_000002" / ".metadata")
-    expect(Job(tmp_path, "ab", (), mirrored=False, kinds=("dcp",)).run(), 2, "disk", first[0])
+    expect(Job(tmp_path, "ab", (), mirrored=False, kinds=("dcp",)).run(), 2, "anywhere", first[0])
 
 
 def resume_denied(name: str, rank: int, job: Job) -> Found:
@@ -109,7 +109,7 @@ def test_a_file_that_a_node_may_not_open_comes_from_the_mirror_or_is_named(
         expect(found, 2, "disk", first[0])
     else:
         path = tmp_path / "b" / name
-        assert f"rank 1 on node 1: {path}: it cannot be read: Permission denied" in found[0].failed
+        assert f"rank 1 on node 1: {path} cannot be opened: Permission denied. It may be whole" in found[0].failed
         expect(replace(job, steps=()).run(), 2, "disk", first[0])
 
 
@@ -132,8 +132,8 @@ def test_a_file_that_cannot_be_read_once_while_it_is_sent_costs_no_save(shares: 
     """From the disks; and where one node fetches for all from the mirror."""
     job = Job(tmp_path, "ab", (1, 2), mirrored=shares, kinds=("dcp",), shares=shares)
     first = job.run()
-    nodes, place = ("cd", job.url) if shares else ("ab", "disk")
-    expect(replace(job, nodes=nodes, steps=()).run(resume_with_errors_once), 2, place, first[0])
+    nodes = "cd" if shares else "ab"
+    expect(replace(job, nodes=nodes, steps=()).run(resume_with_errors_once), 2, "anywhere", first[0])
 
 
 def test_a_part_of_a_snapshot_that_cannot_be_read_once_while_it_is_sent_costs_no_snapshot(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_of_a_damaged_file_and_one_that_cannot_be_read_now_the_second_decides(tm
     first = job.run()
     flip_bit(tmp_path / "a/dcp_000002/.metadata")
     for found in replace(job, steps=()).run(functools.partial(resume_denied, "dcp_000002/__1_0.distcp")):
-        assert "b/dcp_000002/__1_0.distcp: it cannot be read: Permission denied. It may be whole" in found.failed
-    expect(replace(job, steps=()).run(), 2, "disk", first[0])
+        assert "b/dcp_000002/__1_0.distcp cannot be opened: Permission denied. It may be whole" in found.failed
+    expect(replace(job, steps=()).run(), 2, "anywhere", first[0])
 
 
 def fail_to_load(rank: int, job: Job) -> str:
@@ -190,7 +190,7 @@ def test_a_file_that_is_damaged_on_a_node_and_on_the_mirror_is_taken_from_anothe
     first = job.run()
     for place in ("a", "mirror"):
         flip_bit(tmp_path / place / "dcp_000002" / ".metadata")
-    expect(replace(job, steps=()).run(), 2, job.url, first[0])
+    expect(replace(job, steps=()).run(), 2, job.url if shares else "anywhere", first[0])
 
 
 def test_of_two_damaged_files_each_is_taken_from_where_it_is_whole(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_of_two_damaged_files_each_is_taken_from_where_it_is_whole(tmp_path: Pat
     first = job.run()
     flip_bit(tmp_path / "a" / "optim_000002_rank0.pt")
     flip_bit(tmp_path / "mirror" / "model_000002.pt")
-    expect(replace(job, steps=()).run(), 2, job.url, first[0])
+    expect(replace(job, steps=()).run(), 2, "anywhere", first[0])
 
 
 @pytest.mark.parametrize("shares", [False, True])

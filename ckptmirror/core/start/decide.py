@@ -14,7 +14,8 @@ this order; ``attempts`` decides which attempts count.
    (``settled``). With force, a start goes back to a save each time.
 4. Candidates: the newest save of the lineage first. Within a step: dcp, then model, then an emergency snapshot, then
    the saves that those replaced, newest first. Within a save: the disk (last, while its repair is unfinished), then the
-   mirrors in configured order, then the persistent directory; copies that lost lists of tensors after all others. A
+   mirrors in configured order, then the persistent directory, then the files of all these together; copies that
+   lost lists of tensors after all others. So a start goes back only from a save of which some file is whole nowhere. A
    step or a save id names its own candidates. Superseded and unknown saves are chosen only by their id.
 5. Once a rank has begun to load a save, only other copies of that save are tried.
 6. If something that looks like a save would be tried first but is not whole, a start never skips it silently. It does
@@ -622,7 +623,8 @@ class _Start:
         disk = self._evidence.disk
         if disk.listed is not ListFound.SOUND:
             return False
-        if any(copy.save.save_id == save.save_id and copy.origin is Origin.SAVED_HERE for copy in disk.copies):
+        copies = [copy for row in self._evidence.rows for copy in row.copies]
+        if any(copy.save.save_id == save.save_id and copy.origin is Origin.SAVED_HERE for copy in copies):
             return True
         return any(
             Voice.COMPLETED in heard.voices

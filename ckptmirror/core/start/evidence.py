@@ -1,6 +1,6 @@
 """Evidence: what each place reports of the run, as values. A survey fills it in and knows no rule.
 
-A *place* is this disk, a mirror, or the persistent directory. Rules:
+A *place* is this disk, a mirror, or the persistent directory. What they have together has a row of its own. Rules:
 
 * A place that did not answer has a row too: its silence is a fact.
 * Every meta is evidence, even if its save is not whole: it names an attempt and shows that the attempt committed.
@@ -23,6 +23,7 @@ from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.lineage import SaveFacts, merge_requirements
 
 __all__ = [
+    "ANYWHERE",
     "DISK",
     "Copy",
     "Evidence",
@@ -39,7 +40,8 @@ __all__ = [
 ]
 
 DISK = "disk"
-Sort = Literal["disk", "mirror", "persistent"]
+ANYWHERE = "anywhere"
+Sort = Literal["disk", "mirror", "persistent", "anywhere"]
 
 
 class ListFound(StrEnum):
@@ -165,8 +167,9 @@ class Row:
     """What one place reports.
 
     Attributes:
-        place: ``DISK``, a mirror's URL, or the path of the persistent directory.
-        sort: Which of these three it is.
+        place: ``DISK``, a mirror's URL, the path of the persistent directory, or ``ANYWHERE``: all of these together,
+            each with the files that are whole there.
+        sort: Which of these four it is.
         reach: Whether it answered.
         why: Why it did not answer.
         required: Whether a start needs its answer: it is a required mirror, or no mirror is required.
@@ -217,7 +220,7 @@ class Evidence:
     """All rows: the disk first, then the mirrors in configured order, then the others.
 
     Attributes:
-        rows: One for each place; the persistent directory has one for each run that it holds.
+        rows: One for each place; the persistent directory has one for each run that it holds. ``ANYWHERE`` comes last.
         root: The identity of this root, as lists name it; of a job of several nodes, one that all its roots have.
         roots: The identity of each node's root. A person may have changed something on one of them, for all.
     """

@@ -43,21 +43,23 @@ class Transfer:
 
 
 def fetched_by(
-    holdings: Mapping[int, Holding], sizes_bytes: Mapping[str, int], *, shared: bool
+    holdings: Mapping[int, Holding], named: Collection[str], sizes_bytes: Mapping[str, int], *, shared: bool
 ) -> dict[int, tuple[str, ...]]:
-    """Return what each node fetches from a mirror that has every file.
+    """Return what each node fetches from a mirror.
 
     Args:
         holdings: What each node has and lacks, by the rank that leads it.
+        named: The files that the mirror has.
         sizes_bytes: The size of each file of the save.
         shared: Whether a file is fetched once for all nodes, and not at all if one has it.
     """
     if not shared:
-        return {leader: holding.lacks for leader, holding in holdings.items() if holding.lacks}
+        lacked = {leader: [path for path in one.lacks if path in named] for leader, one in holdings.items()}
+        return {leader: tuple(paths) for leader, paths in lacked.items() if paths}
     taken = dict.fromkeys(sorted(holdings), 0)
     fetched: dict[int, list[str]] = {}
     for path, to in _lacking(holdings).items():
-        if not any(path in holding.has for holding in holdings.values()):
+        if path in named and not any(path in holding.has for holding in holdings.values()):
             fetched.setdefault(_least_busy(taken, to, sizes_bytes[path]), []).append(path)
     return {leader: tuple(paths) for leader, paths in fetched.items()}
 

@@ -62,8 +62,8 @@ class ResumeInfo:
     Attributes:
         step: The step of the save that was loaded.
         kind: The kind that was loaded.
-        place: ``"disk"``, or the URL of the mirror or the persistent directory that it was brought from. Of a ``load``:
-            the path, or the mirror's URL.
+        place: ``"disk"``, or the URL of the mirror or the persistent directory that it was brought from; ``"anywhere"``
+            if no place had it whole, and each file came from where it was. Of a ``load``: the path or the mirror's URL.
         loaded: Parts of the state that were loaded.
         missing: Parts of the state that the save does not hold, or that ``exclude`` left out.
         passed_over: Newer saves and copies that could not be used or that no list names, and mirrors that did not

@@ -43,6 +43,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.inventory import Item, read_inventory
+from ckptmirror.local.listing import Listing
 from ckptmirror.local.root_id import read_root_id
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import ObjectInfo, Store
@@ -55,6 +56,7 @@ __all__ = [
     "listed_among",
     "local_catalog",
     "mirror_catalog",
+    "own_names",
     "part_word",
     "read_mirror_meta",
     "rebuild_attempts",
@@ -82,8 +84,9 @@ class Catalog:
         meta_names: On a mirror, the name of each listed save's meta, by save id.
         torn: The ids of the listed saves, and parts, of which something else is not whole.
         parts: On a disk, this node's parts of saves of several nodes, by save id, as ``saves``.
-        damaged: On a disk, what is damaged of each save that has no whole kind, by save id.
+        damaged: What is damaged of each save that is not whole, by save id.
         others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
+        loose: The sizes of the files that look like a save's and that no meta here names, by path, in bytes.
         undecided: On a disk, a person's attempts that were made there and that not every required mirror took.
     """
 
@@ -97,6 +100,7 @@ class Catalog:
     torn: frozenset[str] = frozenset()
     parts: Mapping[str, Meta] = field(default_factory=dict)
     damaged: Mapping[str, tuple[Artifact, ...]] = field(default_factory=dict)
+    loose: Mapping[str, int] = field(default_factory=dict)
     undecided: frozenset[str] = frozenset()
 
     @property
@@ -111,6 +115,29 @@ class Catalog:
         damaged = self.damaged.get(snapshot.save_id, snapshot.artifacts)
         torn = {one.rank for one in damaged}
         return replace(snapshot, artifacts=tuple(one for one in snapshot.artifacts if one.rank not in torn))
+
+    def files_of(self, save: Meta) -> dict[str, Artifact]:
+        """Return which files of a save are here in their full size, by their plain paths; ``save`` is all of it.
+
+        A file that no meta here names may be one: what its meta said may be known from elsewhere.
+        """
+        metas = [meta for meta in self.metas() if meta.save_id == save.save_id]
+        if not metas:
+            return self._loose_files_of(save)
+        if not any(save.save_id in judged for judged in (self.saves, self.parts, self.damaged)):
+            return {}  # another meta contradicts it
+        damaged = self.damaged.get(save.save_id, ())
+        wanted = {names.plain(one.path): one.digest for one in save.artifacts}
+        here = {names.plain(one.path): one for meta in metas for one in meta.artifacts if one not in damaged}
+        return {path: one for path, one in here.items() if path in wanted and one.digest.agrees_with(wanted[path])}
+
+    def _loose_files_of(self, save: Meta) -> dict[str, Artifact]:
+        found = {}
+        for artifact in save.artifacts if self.loose else ():
+            for path in own_names(artifact.path, save.save_id):
+                if self.loose.get(path) == artifact.digest.size_bytes:
+                    found[names.plain(path)] = replace(artifact, path=path, object=None)
+        return found
 
     def with_parts(self, besides: Collection[str] = ()) -> Catalog:
         """Return the catalog in which parts are saves, except ``besides``.
@@ -128,7 +155,7 @@ class Catalog:
         saves, problems = dict(self.saves), dict(self.problems)
         for name, problem in self.problems.items():
             damaged = self.damaged.get(problem.save_id)
-            if problem.meta is None or not problem.meta.is_whole or damaged is None:
+            if problem.meta is None or not problem.meta.is_whole or damaged is None or problem.save_id in self.saves:
                 continue
             left = without_parts(problem.meta, damaged, exclude)
             if left.kinds:
@@ -159,6 +186,11 @@ class Catalog:
         return lineage(known, saves, {meta.attempt.id for meta in self.metas()} | decided)
 
 
+def own_names(path: str, save_id: str) -> tuple[str, str]:
+    """Return the names that a file of a save may have in a place: without the save's tag, and with it."""
+    return names.untagged(path), names.tagged(names.untagged(path), save_id)
+
+
 def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     """List the root's saves; reads names, metas and sizes only."""
     inventory = read_inventory(root)
@@ -183,7 +215,7 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
     parts = {save_id: meta for save_id, meta in found.items() if not meta.is_whole}
     others = [item.path.name for item in inventory.foreign if item.loose] + [path.name for path in inventory.legacy]
     attempts = listed_attempts(root) if with_attempts else None
-    damaged = {one.meta.save_id: one.damaged for one in inventory.incomplete if one.damaged and not one.kinds}
+    damaged = {one.meta.save_id: one.damaged for one in inventory.incomplete if one.damaged}
     return Catalog(
         str(root),
         attempts,
@@ -193,8 +225,15 @@ def local_catalog(root: Path, *, with_attempts: bool = True) -> Catalog:
         torn=frozenset(torn),
         parts=parts,
         damaged=damaged,
+        loose=_loose_files(root, others),
         undecided=_undecided_on(root, attempts),
     )
+
+
+def _loose_files(root: Path, tops: Iterable[str]) -> dict[str, int]:
+    listing = Listing(root)
+    paths = [path for top in tops for path in (listing.files_below(top) if listing.is_dir(top) else [top])]
+    return {path: size for path in paths if (size := listing.size_bytes(path)) is not None}
 
 
 def _undecided_on(root: Path, attempts: AttemptList | None) -> frozenset[str]:
@@ -282,8 +321,11 @@ def mirror_catalog(
     if step is not None:
         listed = _objects_named(mirror.store, [one.object_name for _, meta in found for one in meta.artifacts])
     torn: list[tuple[str, Meta]] = []
+    damaged: dict[str, tuple[Artifact, ...]] = {}
     for name, meta in found:
         missing = _missing(meta, listed)
+        if missing and meta.save_id not in damaged:
+            damaged[meta.save_id] = tuple(missing)
         if not meta.is_whole:
             problems[name] = Problem.of(meta, part_word(meta))
         elif missing:
@@ -300,7 +342,20 @@ def mirror_catalog(
     saves |= {meta.save_id: meta for _, meta in torn}
     meta_names |= {meta.save_id: name for name, meta in torn}
     ids = frozenset(meta.save_id for _, meta in torn)
-    return Catalog(mirror.url, attempts, saves, problems, tombstones, others, meta_names, ids)
+    named = {one.object_name for _, meta in found for one in meta.artifacts}
+    loose = {name: one.size_bytes for name, one in listed.items() if name not in named}
+    return Catalog(
+        mirror.url,
+        attempts,
+        saves,
+        problems,
+        tombstones,
+        others,
+        meta_names,
+        torn=ids,
+        damaged=damaged,
+        loose=loose,
+    )
 
 
 def catalogs_on(urls: Iterable[str]) -> list[Catalog]:

@@ -40,15 +40,13 @@ from ckptmirror.core.start.decide import (
     settled,
 )
 from ckptmirror.core.start.disks import Torn, never_whole, torn
-from ckptmirror.core.start.evidence import DISK
+from ckptmirror.core.start.evidence import ANYWHERE, DISK
 from ckptmirror.core.start.explain import Notice, goes_on, with_root
 from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
-from ckptmirror.core.tensor_lists import is_proof
 from ckptmirror.core.uncommitted import PartsThere, parts_there
-from ckptmirror.flow.fetch.blocks import ObjectToRead, read_all
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
-from ckptmirror.flow.places.catalog import MetaCache, local_catalog, objects_of
+from ckptmirror.flow.places.catalog import MetaCache, local_catalog
 from ckptmirror.flow.retention.reconcile import note_brought, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -56,7 +54,6 @@ from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local.listing import is_not_readable_now
-from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["Bringer", "Proposal", "keeps_part"]
 
@@ -69,12 +66,13 @@ class Proposal:
 
     Attributes:
         meta: The save: in the root, where it is whole; or, where ``gathered``, under its plain names.
-        mirror: The mirror that sends what nodes lack; "": no mirror has the save.
-        at_place: The save's meta on that mirror, or in the persistent directory.
+        sources: The mirrors that send what nodes lack, the best first, each with the save's meta there.
+        kept: The persistent directory and the snapshot's meta there, from which its parts come to the disks first.
         share_downloads: Whether what several nodes lack is fetched from the mirror by one of them, as rank 0 has it.
         places: Which place each mirror is, by URL, as the job's leader found it: for the other nodes to compare.
         gathered: Whether each node gathers what its ranks read beside what is in its root.
-        trusted: Whether a node's own files, if no mirror sends others, are taken as they are, for the vote to check.
+        trusted: Whether a node's own files are taken as they are, for the vote to check. Otherwise each is first
+            compared with its checksum, so that only those that are whole are used.
     """
 
     run_id: str
@@ -82,8 +80,8 @@ class Proposal:
     kind: Kind = "dcp"
     place: str = DISK
     skipped: tuple[str, ...] = ()
-    mirror: str = ""
-    at_place: Meta | None = None
+    sources: tuple[tuple[str, Meta], ...] = ()
+    kept: tuple[str, Meta] | None = None
     share_downloads: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
     gathered: bool = False
@@ -221,7 +219,7 @@ class Bringer:
                     for url, one in self._waiting(move.save.step) if self._wish.is_auto else ():
                         name = f"{url}/{next(iter(one.names.values()))}"
                         self._log_once(Notice(f"step {one.step} ({name}): {one.problem.why}", step=one.step, place=url))
-                    if self._others or keeps_part(self._node.root, self.seen, move):
+                    if self._others or move.place == ANYWHERE or keeps_part(self._node.root, self.seen, move):
                         self._chosen = move
                         return self._for_all_nodes(move)
                     meta = self._brought(move)
@@ -230,15 +228,40 @@ class Bringer:
                         return Proposal(move.run_id or meta.run_id, meta, move.kind, move.place, tuple(self._logged))
 
     def _for_all_nodes(self, move: Try) -> Proposal:
-        meta = plain(self.seen.metas[(move.save.save_id, move.place)])
-        has_it = [url for url, one in self.seen.seen.items() if one.catalog and meta.save_id in one.catalog.whole]
-        mirror = move.place if move.place in self.seen.seen else next(iter(has_it), "")
-        at_place = self.seen.metas.get((meta.save_id, mirror or move.place)) if mirror or move.place != DISK else None
-        run_id = move.run_id or meta.run_id
-        share, places = self._node.share_downloads, self._node.places()
+        save = self.seen.metas[(move.save.save_id, move.place)]
+        kept = self._kept(save, move.place)
         return Proposal(
-            run_id, meta, move.kind, move.place, tuple(self._logged), mirror, at_place, share, places, gathered=True
+            move.run_id or save.run_id,
+            plain(save),
+            move.kind,
+            move.place,
+            tuple(self._logged),
+            tuple(self._sources(save, move.place)),
+            kept,
+            self._node.share_downloads and move.place != ANYWHERE,
+            self._node.places(),
+            gathered=True,
+            trusted=move.place == DISK or (kept is not None and move.place != ANYWHERE),
         )
+
+    def _kept(self, save: Meta, place: str) -> tuple[str, Meta] | None:
+        """Return the persistent directory and what it has of a snapshot, if that is to come from there."""
+        for row in self.seen.evidence.rows:
+            if row.sort == "persistent" and place in (row.place, ANYWHERE):
+                at_place = self.seen.metas.get((save.save_id, row.place))
+                return (row.place, at_place) if at_place is not None else None
+        return None
+
+    def _sources(self, save: Meta, place: str) -> list[tuple[str, Meta]]:
+        """Return the mirrors that send what nodes lack, each with the save's meta there."""
+        if place in self.seen.seen:
+            return [(place, save)]
+        catalogs = {mirror.url: self.seen.seen[mirror.url].catalog for mirror in self._node.mirrors}
+        found = [(url, one) for url, one in catalogs.items() if one is not None]
+        if place == DISK:
+            return [(url, self.seen.metas[(save.save_id, url)]) for url, one in found if save.save_id in one.whole][:1]
+        have = [(url, tuple(one.files_of(save).values())) for url, one in found]
+        return [(url, replace(save, artifacts=artifacts)) for url, artifacts in have if artifacts]
 
     def _say_of_other_kinds(self, move: Try) -> None:
         for one in self.seen.evidence.disk.problems:
@@ -284,9 +307,6 @@ class Bringer:
         """
         self._freed = freed
         if proposal.meta is None:
-            return
-        at_place = self.seen.metas.get((proposal.meta.save_id, proposal.place))
-        if result is Result.BROKEN and at_place is not None and self._left_lists_out(at_place, proposal.place):
             return
         self._tried.append(Outcome(proposal.meta.save_id, proposal.kind, proposal.place, result, reason, error))
 
@@ -362,8 +382,6 @@ class Bringer:
             return self._staged(move, meta)
         except IntegrityError as error:
             if not is_not_readable_now(error.__cause__):
-                if self._left_lists_out(meta, move.place):
-                    return self._brought(move)
                 self._tried.append(Outcome(meta.save_id, move.kind, move.place, Result.BROKEN, str(error)))
                 return None
             failure = error  # of this disk
@@ -373,31 +391,6 @@ class Bringer:
             failure = error
         self._tried.append(Outcome(meta.save_id, move.kind, move.place, result, str(failure), failure))
         return None
-
-    def _left_lists_out(self, meta: Meta, place: str) -> bool:
-        """Leave the lists of tensors that are damaged on a mirror out of its copy of a save, since no load needs them.
-
-        Returns:
-            Whether there were any: then the copy may be tried once more.
-        """
-        mirror = next((one for one in self._node.mirrors if one.url == place), None)
-        lists = tuple(one for one in meta.artifacts if is_proof(one))
-        if mirror is None or not lists:
-            return False
-        try:
-            there = objects_of(mirror.store, replace(meta, artifacts=lists))
-        except CkptMirrorError:
-            return False
-        listed = [(one, there[one.object_name]) for one in lists if one.object_name in there]
-        found = read_all([ObjectToRead(mirror.store, info.name, info.generation, one.digest) for one, info in listed])
-        wrong = {one.path: why for (one, _), why in zip(listed, found, strict=True) if why and why.state == "damaged"}
-        if not wrong:
-            return False
-        path, why = next(iter(wrong.items()))
-        save_logger(_log, meta).warning("step %d: %s/%s: %s; no load needs it", meta.step, place, path, why.why)
-        left = meta.narrowed(meta.kinds, wrong)
-        self.seen = replace(self.seen, metas={**self.seen.metas, (meta.save_id, place): left})
-        return True
 
     def _staged(self, move: Try, meta: Meta) -> Meta:
         """Stage a save into the root, in place of a broken local copy of it.

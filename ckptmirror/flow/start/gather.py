@@ -11,6 +11,8 @@ Rules:
 * What a node lacks comes from a mirror, if one has the save; otherwise from the disks of the nodes that have it. The
   job's leader asks the mirror for the objects of all nodes at once. A snapshot from the persistent directory comes to
   the disks first, each part to one node.
+* Where no place has all of a save, a node uses what is whole on its disk; then what is whole on a mirror, one mirror
+  after the other; then what is whole on other nodes. A file that is damaged in one place comes from the next.
 * A file that is sent goes from node to node, each passing on what it has just received: however many need it, no node
   sends it more than once. A node whose turn comes late waits as long as the files before may take.
 * A note names the save, as for a save that is brought: if the start is killed, the next one goes on with the view, and
@@ -26,12 +28,13 @@ import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, LocalStorageFull, ObjectNotFound
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Holding, Transfer
@@ -71,10 +74,12 @@ class Gathered:
     Attributes:
         result: Why it has not all files; None if it has.
         error: The error that says so.
+        got: The plain paths of the files that came.
     """
 
     result: Result | None = None
     error: CkptMirrorError | None = None
+    got: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,8 @@ class View:
         kind: The kind that will be loaded.
         ranks: The ranks whose extra state the ranks of this node read.
         lists: The ranks whose lists of tensors they read.
-        trusted: Whether the node's own files are taken as they are, for the vote to check. After that found one that is
-            damaged, they are compared with their checksums here, so that only those that are whole are used.
+        trusted: Whether the node's own files are taken as they are, for the vote to check. Otherwise they are compared
+            with their checksums here, so that only those that are whole are used.
         sends: Whether other nodes may need files from here that no rank of this node reads.
     """
 
@@ -253,9 +258,14 @@ class View:
                     self._unreadable[path] = error.message
 
     def _own(self) -> dict[str, Artifact]:
-        """Return the files of the save that metas on this disk name, by their plain paths."""
-        metas = local_catalog(self._root, with_attempts=False).metas()
-        mine = [artifact for meta in metas if meta.save_id == self._meta.save_id for artifact in meta.artifacts]
+        """Return the files of the save that metas on this disk name, by their plain paths.
+
+        Without such a meta, files of their names and sizes, unless they would be taken as they are.
+        """
+        catalog = local_catalog(self._root, with_attempts=False)
+        mine = [one for meta in catalog.metas() if meta.save_id == self._meta.save_id for one in meta.artifacts]
+        if not mine and not self._trusted:
+            return catalog.files_of(self._meta)
         return {names.plain(artifact.path): artifact for artifact in mine}
 
     def with_own_names(self, why: str) -> str:
@@ -267,33 +277,69 @@ class View:
                     why = why.replace(str(here), str(own))
         return why
 
-    def fetch(self, mirror: Mirror, on_mirror: Meta, paths: Sequence[str], asked: Asked) -> Gathered:
+    def fetch(self, mirror: Mirror, on_mirror: Meta, paths: Sequence[str], asked: Asked, *, singly: bool) -> Gathered:
         """Fetch these files from a mirror.
 
         Args:
             mirror: The mirror.
-            on_mirror: The save's meta there.
+            on_mirror: The save's meta there, which names them.
             paths: The files.
             asked: What it answered about their objects.
+            singly: Whether those that are whole are fetched even if others are not.
         """
-        try:
-            self._fetch(mirror, on_mirror, paths, asked.objects)
-        except CkptMirrorError as error:
-            return _gathered(error)
-        return Gathered()
-
-    def _fetch(self, mirror: Mirror, on_mirror: Meta, paths: Sequence[str], objects: Mapping[str, ObjectInfo]) -> None:
         by_path = {names.plain(artifact.path): artifact for artifact in on_mirror.artifacts}
-        if absent := [path for path in paths if path not in by_path]:
-            raise IntegrityError(f"The meta of step {on_mirror.step} on {mirror.url} does not name {absent[0]}.")
         wanted = [replace(by_path[path], path=path, object=by_path[path].object_name) for path in paths]
+        fetch = partial(self._fetch, mirror, on_mirror, asked.objects)
+        found = fetch([one for one in wanted if not is_proof(one)], singly=singly)
+        if not _is_about_files(found):
+            return found
+        lists = fetch([one for one in wanted if is_proof(one)], singly=True)
+        if found.result is None and not _is_about_files(lists):
+            found = lists  # else a list that is damaged costs the proof alone
+        return replace(found, got=found.got | lists.got)
+
+    def _fetch(
+        self,
+        mirror: Mirror,
+        on_mirror: Meta,
+        objects: Mapping[str, ObjectInfo],
+        wanted: Sequence[Artifact],
+        *,
+        singly: bool,
+    ) -> Gathered:
+        try:
+            self._fetch_all(mirror, on_mirror, objects, wanted)
+        except CkptMirrorError as error:
+            failed = _gathered(error)
+        else:
+            return Gathered(got=frozenset(one.path for one in wanted))
+        if not (singly and len(wanted) > 1 and _is_about_files(failed)):
+            return failed
+        got: set[str] = set()
+        for one in wanted:
+            alone = self._fetch(mirror, on_mirror, objects, [one], singly=False)
+            got |= alone.got
+            if alone.error is not None:
+                failed = alone
+            if not _is_about_files(alone):
+                break
+        return replace(failed, got=frozenset(got))
+
+    def _fetch_all(
+        self, mirror: Mirror, on_mirror: Meta, objects: Mapping[str, ObjectInfo], wanted: Sequence[Artifact]
+    ) -> None:
         for artifact in wanted:
             if not artifact.digest.agrees_with(self._files[artifact.path].digest):
                 raise IntegrityError(f"{mirror.url}/{artifact.object_name} is not what the nodes saved.")
         incoming = incoming_of(mirror, on_mirror, wanted, lambda path: self.path / path, objects=objects)
         check_space(self.path, incoming)
         receive(incoming, on_bytes=lambda _received, _kept: None)
-        self.got(paths)
+        self.got(artifact.path for artifact in wanted)
+
+
+def _is_about_files(found: Gathered) -> bool:
+    """Whether nothing but single files hindered a fetch, if anything did."""
+    return found.result in (None, Result.BROKEN) or isinstance(found.error, ObjectNotFound)
 
 
 def _is_of_one_rank(path: str) -> bool:

@@ -216,21 +216,24 @@ def _load_first_sound(
             return proposal, None, []
         try:
             whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()
-            place, verified, view, prepared = _verified_here(root, ranks, node, proposal, target, whose_lists)
-            load = functools.partial(load_kind, place, verified, proposal.kind, state, ranks, options, elsewhere)
-            report = _load_together(functools.partial(load, prepared), ranks, verified, state, options)
-        except _CannotUse as found:
-            freed = ranks.nodes > 1 and found.result is Result.NO_ROOM and _rotate_all(ranks, node, proposal.meta)
+            found = _verified_here(root, ranks, node, proposal, target, whose_lists)
+            place, read, view = found.place, found.read, found.view
+            load = functools.partial(
+                load_kind, place, read, proposal.kind, state, ranks, options, elsewhere, found.prepared
+            )
+            report = _load_together(load, ranks, read, state, options)
+        except _CannotUse as why:
+            freed = ranks.nodes > 1 and why.result is Result.NO_ROOM and _rotate_all(ranks, node, proposal.meta)
             if bringer is not None:
-                bringer.reject(proposal, found.reason, found.result, found.error, freed=freed)
-            if proposal.gathered and found.result is not Result.NOT_BROUGHT:
+                bringer.reject(proposal, why.reason, why.result, why.error, freed=freed)
+            if proposal.gathered and why.result is not Result.NOT_BROUGHT:
                 _discard_all(root, ranks, node, proposal.meta)
         else:
             live: list[Summed] = []
             if options.verify_loaded and not lost_lists(proposal.meta):
                 bring = functools.partial(_all_lists, ranks, node, proposal, view) if view is not None else None
                 live, not_compared = check_loaded(
-                    place, verified, proposal.kind, state, ranks, report, options.rules, bring
+                    place, read, proposal.kind, state, ranks, report, options.rules, bring
                 )
                 report = replace(report, missing=report.missing + not_compared)
             return proposal, report, live
@@ -238,11 +241,28 @@ def _load_first_sound(
 
 def _lists_to_read(ranks: Ranks, proposal: Proposal) -> frozenset[int]:
     """Return the ranks whose lists of tensors this node reads first; see :func:`_all_lists`."""
-    meta, at_place = proposal.meta, proposal.at_place
+    meta = proposal.meta
     assert meta is not None
-    if lost_lists(meta) or (at_place is not None and lost_lists(at_place)):
+    of_one_mirror = [one for url, one in proposal.sources if url == proposal.place]
+    if any(map(lost_lists, [meta, *of_one_mirror])):
         return frozenset()
     return frozenset(ranks.node_ranks if meta.world_size == ranks.world_size else {0, *ranks.node_ranks})
+
+
+class _Verified(NamedTuple):
+    """What a node has of a save for its ranks, once all ranks have verified theirs.
+
+    Attributes:
+        place: The directory with its files.
+        read: The save with the files alone that the ranks of this node read.
+        view: Set if these files were gathered.
+        prepared: What is prepared for the load.
+    """
+
+    place: Path
+    read: Meta
+    view: View | None
+    prepared: Any
 
 
 class _CannotUse(Exception):
@@ -296,17 +316,15 @@ def _gather(
     Raises:
         _CannotUse: A node cannot get a file.
     """
-    meta, at_place = proposal.meta, proposal.at_place
+    meta = proposal.meta
     assert meta is not None
-    is_kept = at_place is not None and not proposal.mirror
-    is_trusted = proposal.trusted and (proposal.place == DISK or is_kept)
-    if is_kept:
-        assert at_place is not None
-        copy_back = functools.partial(bring_back, root, Path(proposal.place), at_place, ranks)
+    if proposal.kept is not None:
+        directory, kept = proposal.kept
+        copy_back = functools.partial(bring_back, root, Path(directory), kept, ranks)
         _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
     whose = ranks.node_ranks if target.state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
-    sends = proposal.place == DISK or not proposal.mirror
-    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=is_trusted, sends=sends)
+    sends = all(url != proposal.place for url, _ in proposal.sources)
+    view = View(root, meta, proposal.kind, whose, whose_lists, trusted=proposal.trusted, sends=sends)
     _complete(ranks, node, proposal, view, view.begin)
     read = gather_result(ranks, lambda: view.files_read(target), what="ask which files are read", to="node")
     for rank in ranks.node_ranks:
@@ -316,7 +334,7 @@ def _gather(
 
 
 def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, look: Callable[[], Holding]) -> None:
-    """Get what the views of the nodes lack: from the mirror that has the save, else from the disks of other nodes.
+    """Get what the views of the nodes lack: from the mirrors that send it, else from the disks of other nodes.
 
     Raises:
         _CannotUse: A node cannot get a file.
@@ -338,23 +356,21 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         return
     found = ranks.exchange(mine, what="find out which node has what")
     holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
-    fetched: Mapping[int, Gathered] = {}
-    if proposal.mirror:
-        to_fetch = fetched_by(holdings, sizes_bytes, shared=proposal.share_downloads)
-        fetched = _fetch(ranks, node, proposal, view, to_fetch) if to_fetch else {}
-        if proposal.place != DISK:
+    failed: list[Mapping[int, Gathered]] = []
+    for url, at_place in proposal.sources:
+        named = {names.plain(one.path) for one in at_place.artifacts}
+        to_fetch = fetched_by(holdings, named, sizes_bytes, shared=proposal.share_downloads)
+        if not to_fetch:
+            continue
+        fetched = _fetch(ranks, node, proposal, (url, at_place), view, to_fetch)
+        if proposal.place == url:
             _check_all(ranks, fetched)
-        for rank in (rank for rank, one in fetched.items() if one.result is None):
-            holdings[rank] = holdings[rank].with_files(to_fetch.get(rank, ()))
+        failed.append(fetched)
+        for rank, one in fetched.items():
+            holdings[rank] = holdings[rank].with_files(one.got)
     plan, absent = transfers(holdings, sizes_bytes)
     if needed := [path for path in absent if not is_list(path) or proposal.kind == "emergency"]:
-        of_ranks = [(rank, one.unreadable.get(path)) for path in needed for rank, one in holdings.items()]
-        for rank, why in of_ranks:
-            if why is not None:
-                raise _CannotUse(f"{rank_name(rank, ranks.nodes_of_ranks)}: {why}", Result.UNREADABLE)
-        if not proposal.trusted:  # nothing else has this file: why it was not fetched decides
-            _check_all(ranks, fetched)
-        raise _CannotUse(f"no node has {needed[0]}", Result.BROKEN)
+        raise _why_absent(ranks, proposal, needed, holdings, failed)
     if plan:
         channel = ranks.channel("files", more_s=relay_s(plan, sizes_bytes))
         try:
@@ -365,13 +381,36 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         _check_all(ranks, sent)
 
 
+def _why_absent(
+    ranks: Ranks,
+    proposal: Proposal,
+    needed: Sequence[str],
+    holdings: Mapping[int, Holding],
+    failed: Sequence[Mapping[int, Gathered]],
+) -> _CannotUse:
+    """Return why no node can get files that are needed: first, that one cannot be read now where it may be whole."""
+    for path in needed:
+        for rank, holding in holdings.items():
+            if (why := holding.unreadable.get(path)) is not None:
+                return _CannotUse(f"{rank_name(rank, ranks.nodes_of_ranks)}: {why}", Result.UNREADABLE)
+    if not proposal.trusted:  # nothing else has these files
+        found = [(rank, one) for fetched in failed for rank, one in fetched.items() if one.error is not None]
+        if found:
+            return _not_got(ranks, *min(found, key=lambda failure: (failure[1].result is Result.BROKEN, failure[0])))
+    return _CannotUse(f"no node has {needed[0]}" + ("" if proposal.trusted else " as it was saved"), Result.BROKEN)
+
+
 def _fetch(
-    ranks: Ranks, node: Node | None, proposal: Proposal, view: View, to_fetch: Mapping[int, Sequence[str]]
+    ranks: Ranks,
+    node: Node | None,
+    proposal: Proposal,
+    source: tuple[str, Meta],
+    view: View,
+    to_fetch: Mapping[int, Sequence[str]],
 ) -> dict[int, Gathered]:
-    """Fetch from the mirror on each node what it is to fetch; return how that went, by rank (or rank 0 alone asked)."""
-    at_place = proposal.at_place
-    assert at_place is not None
-    mirror = next((one for one in node.mirrors if one.url == proposal.mirror), None) if node is not None else None
+    """Fetch from a mirror on each node what it is to fetch; return how that went, by rank (or rank 0 alone asked)."""
+    url, at_place = source
+    mirror = next((one for one in node.mirrors if one.url == url), None) if node is not None else None
     paths = {path for of_node in to_fetch.values() for path in of_node}
     ask = functools.partial(ask_mirror, mirror, at_place, paths) if mirror is not None and ranks.rank == 0 else None
     asked: Asked = _meet_until_done(ranks, ask, node, "ask for the objects of a save")[0]
@@ -380,7 +419,7 @@ def _fetch(
 
     def fetch() -> Gathered:
         assert mirror is not None
-        return view.fetch(mirror, at_place, to_fetch.get(ranks.rank, ()), asked)
+        return view.fetch(mirror, at_place, to_fetch.get(ranks.rank, ()), asked, singly=proposal.place != url)
 
     return _meet_until_done(ranks, fetch if node is not None else None, node, "fetch a save")
 
@@ -407,12 +446,8 @@ def _verified_here(
     proposal: Proposal,
     target: LoadTarget,
     whose_lists: frozenset[int],
-) -> tuple[Path, Meta, View | None, Any]:
-    """Return where a node has what its ranks read, and the save with these files alone, once all ranks verified theirs.
-
-    The view is returned where these files were gathered; and last, what is prepared for the load.
-
-    If that goes wrong, the other ways to get the same save are tried before another copy is.
+) -> _Verified:
+    """Get on each node what its ranks read of a save, and verify it on all ranks.
 
     Raises:
         _CannotUse: A node cannot get a file, or a file differs from what was saved.
@@ -420,39 +455,13 @@ def _verified_here(
     meta = proposal.meta
     assert meta is not None
     if not proposal.gathered:
-        verified = replace(meta, artifacts=meta.artifacts_of(proposal.kind))
-        return root, verified, None, _vote_on_bytes(root, ranks, verified, proposal.kind, target, str)
-    try:
-        view = _gather(root, ranks, node, proposal, target, whose_lists)
-        verified = replace(meta, artifacts=tuple(view.needs.values()))
-        prepared = _vote_on_bytes(view.path, ranks, verified, proposal.kind, target, view.with_own_names)
-    except _CannotUse as found:
-        if found.result not in (Result.BROKEN, Result.UNREADABLE) or (another := _other_ways(proposal)) is None:
-            raise
-        if node is not None:
-            save_logger(_log, meta).warning("step %d: %s; %s", meta.step, found.reason, another[1])
-        _discard_all(root, ranks, node, meta)
-        try:
-            return _verified_here(root, ranks, node, another[0], target, whose_lists)
-        except _CannotUse as again:
-            raise found if again.result is Result.BROKEN else again from None  # in the words of the first
-    return view.path, verified, view, prepared
-
-
-def _other_ways(proposal: Proposal) -> tuple[Proposal, str] | None:
-    """Return how nodes get a save next that they could not use so, and that in words; None: in no other way.
-
-    Where they share a download, the mirror's copy may still be good. Of what is damaged on a node, or on the mirror,
-    another node may have the same file whole; then the mirror sends only what no node has.
-    """
-    from_mirror = bool(proposal.mirror) and proposal.place == proposal.mirror
-    if proposal.share_downloads and from_mirror:
-        return replace(proposal, share_downloads=False), "each node fetches its files itself"
-    if from_mirror:
-        proposal = replace(proposal, place=DISK, share_downloads=True)
-    elif proposal.mirror or not proposal.trusted:
-        return None
-    return replace(proposal, trusted=False), "another node may have the same file whole"
+        read = replace(meta, artifacts=meta.artifacts_of(proposal.kind))
+        prepared = _vote_on_bytes(root, ranks, read, proposal.kind, target, str)
+        return _Verified(root, read, None, prepared)
+    view = _gather(root, ranks, node, proposal, target, whose_lists)
+    read = replace(meta, artifacts=tuple(view.needs.values()))
+    prepared = _vote_on_bytes(view.path, ranks, read, proposal.kind, target, view.with_own_names)
+    return _Verified(view.path, read, view, prepared)
 
 
 def _all_lists(ranks: Ranks, node: Node | None, proposal: Proposal, view: View) -> Meta:
@@ -477,10 +486,15 @@ def _check_all(ranks: Ranks, found: Mapping[int, Gathered]) -> None:
     """
     for rank, one in sorted(found.items()):
         if one.result is not None:
-            error = copy.copy(one.error)
-            assert error is not None
-            error.put_in_front(rank_name(rank, ranks.nodes_of_ranks))
-            raise _CannotUse(error.message, one.result, error)
+            raise _not_got(ranks, rank, one)
+
+
+def _not_got(ranks: Ranks, rank: int, one: Gathered) -> _CannotUse:
+    error = copy.copy(one.error)
+    assert error is not None
+    assert one.result is not None
+    error.put_in_front(rank_name(rank, ranks.nodes_of_ranks))
+    return _CannotUse(error.message, one.result, error)
 
 
 def _vote_on_bytes(

@@ -44,7 +44,7 @@ from ckptmirror.core.rewinding import Fork, fork_at
 from ckptmirror.core.start.attempts import count
 from ckptmirror.core.start.decide import Refuse, Result, Scratch, Try, Wish, next_move, run_of
 from ckptmirror.core.start.disks import never_whole
-from ckptmirror.core.start.evidence import Evidence
+from ckptmirror.core.start.evidence import ANYWHERE, Evidence
 from ckptmirror.core.start.explain import not_believed, unknown_reference
 from ckptmirror.core.start.lineage import SaveFacts
 from ckptmirror.flow.fetch.blocks import FileToRead, read_all
@@ -153,6 +153,11 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     if isinstance(move, Scratch):
         return RewindPlan(None, (), _fork(seen, move), silent)
     assert isinstance(move, Try), "a save was named"
+    if move.place == ANYWHERE:
+        raise CheckpointNotFound(
+            f"No place has step {move.save.step} whole: {root} and the mirrors have it together.",
+            hint=f"A start puts it together: {_start_from(reference)}.",
+        )
     if keeps_part(root, seen, move):
         raise _needs_all_nodes(root, reference, move.save.step, _NOT_ALL_KINDS)
     rows = [row.place for row in seen.evidence.rows]
@@ -191,8 +196,12 @@ def _names(reference: int | str, save: SaveFacts) -> bool:
 def _needs_all_nodes(root: Path, reference: int | str, step: int, why: str) -> CheckpointNotFound:
     return CheckpointNotFound(
         f"{root} has only one node's part of step {step}, and {why}.",
-        hint=f"Go back on all nodes together: start once with manager.resume(state, policy={reference!r}).",
+        hint=f"Go back on all nodes together: {_start_from(reference)}.",
     )
+
+
+def _start_from(reference: int | str) -> str:
+    return f"start once with manager.resume(state, policy={reference!r})"
 
 
 def _fork(seen: Survey, move: Try | Scratch) -> Fork:
@@ -328,6 +337,11 @@ def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> t
         meta = proposal.meta
         if meta is None:
             return proposal, None
+        if proposal.place == ANYWHERE:
+            bringer.reject(
+                proposal, f"only a start can put it together: {_start_from(meta.save_id[:8])}", Result.BROKEN
+            )
+            continue
         if proposal.gathered:
             raise _needs_all_nodes(root, meta.save_id[:8], meta.step, _NOT_ALL_KINDS)
         artifacts = meta.artifacts_of(proposal.kind)

@@ -7,6 +7,7 @@ Rules:
   ``stage`` brought for evaluation has no random state and no data position.
 * A snapshot is what its ranks left, each a part of its own, whichever places have them: disks, or the persistent
   directory together with disks.
+* A save of which each file is in some place can be put together, whatever else these places lack.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
@@ -27,6 +28,7 @@ from ckptmirror.core.problems import Problem as FoundProblem
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.disks import identity_of, one_disk
 from ckptmirror.core.start.evidence import (
+    ANYWHERE,
     DISK,
     Copy,
     Evidence,
@@ -40,7 +42,7 @@ from ckptmirror.core.start.evidence import (
     Voice,
 )
 from ckptmirror.core.start.lineage import attempts_of_metas
-from ckptmirror.core.tensor_lists import is_list, lost_lists
+from ckptmirror.core.tensor_lists import is_list, loadable, lost_lists
 from ckptmirror.flow.places.attempt_lists import diverged_there, read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
@@ -179,7 +181,7 @@ class _Rows:
     def survey(self) -> Survey:
         disks = [self._labelled(number, self._disk_row(disk)) for number, disk in enumerate(self._disks)]
         rows = [one_disk(self._joinable(disks)), *map(self._mirror_row, self._mirrors), *self._dropped_rows()]
-        rows += self._persistent_rows()
+        rows += [*self._persistent_rows(), *self._anywhere_rows(rows)]
         roots = frozenset(disk.identity.id for disk in self._disks if disk.identity.id)
         return Survey(Evidence(tuple(rows), self._identity.id, roots), self._found, self._seen)
 
@@ -204,10 +206,6 @@ class _Rows:
                     self._found[(save_id, DISK)] = whole  # also where a disk has a copy
             except BrokenMeta as error:
                 wrong[save_id] = str(error)
-        mended = [
-            replace(row, parts=tuple(self._with_copies(one, disk) for one in row.parts))
-            for disk, row in zip(self._disks, rows, strict=True)
-        ]
         return [
             replace(
                 row,
@@ -216,26 +214,8 @@ class _Rows:
                     for one in row.parts
                 ),
             )
-            for row in mended
+            for row in rows
         ]
-
-    def _with_copies(self, part: Part, disk: DiskFacts) -> Part:
-        """Return a disk's part; it is whole if other disks have copies of the files that are damaged here."""
-        damaged = disk.catalog.damaged.get(part.save.save_id, ())
-        if not damaged or "emergency" in part.save.kinds:
-            return part
-        elsewhere = {
-            names.plain(one.path): one.digest
-            for other in self._disks
-            for meta in other.catalog.metas()
-            if other is not disk and meta.save_id == part.save.save_id
-            for one in meta.artifacts
-            if one not in other.catalog.damaged.get(meta.save_id, ())
-        }
-        copies = [(one, elsewhere.get(names.plain(one.path))) for one in damaged]
-        if any(copy is None or not copy.agrees_with(one.digest) for one, copy in copies):
-            return part
-        return replace(part, kinds=part.save.kinds, why="", hindrance="")
 
     def _labelled(self, number: int, row: Row) -> Row:
         """Name the node in front of what is on its disk, where there are several."""
@@ -460,6 +440,59 @@ class _Rows:
         with contextlib.suppress(BrokenMeta):
             return _merged(found)
         return None
+
+    # -- all places together ---------------------------------------------------------------------------------
+
+    def _anywhere_rows(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the row of what all places have together: of every save that is not on one disk alone."""
+        places = [*(disk.catalog for disk in self._disks), *self._remote]
+        places += [self._persistent] if self._persistent is not None else []
+        mirrors = {place.place for place in self._remote}
+        runs = {row.run_id for row in rows if row.sort != "persistent"}
+        metas: dict[str, dict[str, list[Meta]]] = {}
+        for place in places:
+            for meta in place.metas():
+                if meta.run_id in runs:
+                    metas.setdefault(meta.save_id, {}).setdefault(place.place, []).append(meta)
+        here = {copy.save.save_id: copy for copy in rows[0].copies}
+        entire = {copy.save.save_id: copy.save.kinds for row in rows for copy in row.copies if not copy.no_proof}
+        with_loose = [place.place for place in places if place.loose]
+        copies = []
+        for save_id, by_place in metas.items():
+            if len({*by_place, *with_loose}) < 2 and not by_place.keys() & mirrors:
+                continue
+            save = self._whole_of(save_id, [meta for found in by_place.values() for meta in found])
+            if save is not None and entire.get(save_id) != save.kinds:
+                there = {path for place in places for path in place.files_of(save)}
+                kinds, lists = loadable(save, [one for one in save.artifacts if names.plain(one.path) not in there])
+                save = save.narrowed(kinds, lists)
+            if save is not None and save.kinds:
+                copies.append(self._copy(ANYWHERE, save, self._origin_of(save, here.get(save_id)), save.kinds))
+        return [Row(ANYWHERE, "anywhere", copies=tuple(copies))] if copies else []
+
+    def _whole_of(self, save_id: str, metas: Sequence[Meta]) -> Meta | None:
+        """Return the meta of a whole save, from those that places have of it; None if they do not tell all of it."""
+        whole = sorted((meta for meta in metas if meta.is_whole), key=lambda one: (one.partial, -len(one.artifacts)))
+        if whole:
+            return whole[0] if not whole[0].partial else reduce(merge_copies, whole)
+        if (merged := self._found.get((save_id, DISK))) is not None:
+            return merged
+        with contextlib.suppress(BrokenMeta):
+            return _merged(metas)
+        return None
+
+    def _origin_of(self, save: Meta, here: Copy | None) -> Origin:
+        """Return how a save got to the disks of this job, whatever is left of it there."""
+        if here is not None:
+            return here.origin
+        made: set[int] = set()
+        for disk in self._disks:
+            metas = [meta for meta in disk.catalog.metas() if meta.save_id == save.save_id]
+            attempts = disk.attempts.attempts if metas and disk.attempts is not None else ()
+            listed = {attempt.id: attempt for attempt in attempts}
+            own = [meta for meta in metas if self._origin(disk, meta, listed) is Origin.SAVED_HERE]
+            made.update(*(_shares_of(meta)[0] for meta in own))
+        return Origin.SAVED_HERE if len(made) == _shares_of(save)[1] else Origin.REMOTE
 
     # -- what the rows have in common ------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ckptmirror.core.problems import Hindrance
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import MakeRoom, Move, Outcome, Refuse, Result, Scratch, Try, Wish, next_move
 from ckptmirror.core.start.evidence import (
+    ANYWHERE,
     DISK,
     Copy,
     Evidence,
@@ -184,6 +185,11 @@ def kept(*saves: Saved, damaged: Iterable[tuple[Problem, Attempt]] = (), run: st
     counts = [save.attempt.id for save in saves] + [attempt.id for problem, attempt in damaged if problem.save]
     holds = [(save, Origin.REMOTE) for save in saves]
     return _row(KEPT, "persistent", None, holds, damaged, {}, counts, run_id=run)
+
+
+def together(*saves: Saved, origin: Origin = Origin.REMOTE) -> Row:
+    """Return the row of what all places have together."""
+    return Row(ANYWHERE, "anywhere", copies=tuple(Copy(save.facts, origin, world_size=save.ranks) for save in saves))
 
 
 def silent(place: str, why: str = "503", **more: object) -> Row:

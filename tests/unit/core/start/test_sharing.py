@@ -67,8 +67,8 @@ def test_downloads_that_are_shared_leave_the_mirror_once_and_reach_every_node(
     nodes: dict[int, tuple[set[str], set[str]]],
 ) -> None:
     holdings, sizes = reported(nodes), dict.fromkeys("abcdef", 10)
-    fetched = fetched_by(holdings, sizes, shared=True)
-    assert fetched_by(dict(reversed(holdings.items())), sizes, shared=True) == fetched
+    fetched = fetched_by(holdings, "abcdef", sizes, shared=True)
+    assert fetched_by(dict(reversed(holdings.items())), "abcdef", sizes, shared=True) == fetched
     lacked = {path for holding in holdings.values() for path in holding.lacks}
     held = {path for holding in holdings.values() for path in holding.has}
     assert Counter(path for paths in fetched.values() for path in paths) == dict.fromkeys(lacked - held, 1)
@@ -82,13 +82,13 @@ def test_downloads_that_are_shared_leave_the_mirror_once_and_reach_every_node(
 
 @given(NODES)
 def test_downloads_that_are_not_shared_are_what_each_node_lacks(nodes: dict[int, tuple[set[str], set[str]]]) -> None:
-    fetched = fetched_by(reported(nodes), {}, shared=False)
+    fetched = fetched_by(reported(nodes), "abcdef", {}, shared=False)
     assert fetched == {rank: tuple(sorted(needs - has)) for rank, (has, needs) in nodes.items() if needs - has}
 
 
 def test_shared_downloads_are_spread_by_size_over_the_nodes_that_lack_them() -> None:
     lacks = Holding(lacks=tuple("abcd"))
-    assert fetched_by({0: lacks, 1: lacks}, {"a": 30, "b": 10, "c": 10, "d": 10}, shared=True) == {
+    assert fetched_by({0: lacks, 1: lacks}, "abcd", {"a": 30, "b": 10, "c": 10, "d": 10}, shared=True) == {
         0: ("a",),
         1: ("b", "c", "d"),
     }

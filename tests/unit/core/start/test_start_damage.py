@@ -17,6 +17,7 @@ from ckptmirror.core.errors import (
     UsageError,
 )
 from ckptmirror.core.start.decide import Result, Wish
+from ckptmirror.core.start.evidence import ANYWHERE, Origin
 from tests.unit.core.start.builders import (
     BOTH,
     KEPT,
@@ -35,6 +36,7 @@ from tests.unit.core.start.builders import (
     refuses,
     silent,
     step_0,
+    together,
     tries,
     went_wrong,
 )
@@ -72,6 +74,17 @@ ORDER = [
         [disk([a]), mirror(N, [a], [left]), mirror(M, [a], [left]), kept(left)],
         tries(left, KEPT, says="a bit flipped"),
         tried=[went_wrong(left, place, Result.BROKEN, "emergency") for place in (N, M)],
+    ),
+    Case(
+        "what all places have together comes after each of them",
+        [disk([a], saved=[a100, a200]), mirror(M, [a], [a200]), together(a100, a200)],
+        tries(a200, ANYWHERE, "dcp", says="a bit flipped"),
+        tried=[went_wrong(a200, place, Result.BROKEN) for place in ("disk", M)],
+    ),
+    Case(
+        "and before an older save, where no place has it whole",
+        [disk([a], saved=[a100], damaged=[broken(a200)]), mirror(M, [a], [a100]), together(a100, a200)],
+        tries(a200, ANYWHERE, needs_all=True, by_person=False),
     ),
     Case(
         "a copy here whose repair was cut short comes after the mirrors'",
@@ -428,6 +441,16 @@ SNAPSHOTS = [
         "a snapshot of a run whose mirror is silent is not continued from on a new disk",
         [disk(), silent(M), kept(left)],
         refuses(RefusedOnlyCopy, "whether it is of this run"),
+    ),
+    Case(
+        "what this root made is put together from its disks while the mirror is silent",
+        [disk([a], saved=[a100], damaged=[broken(a200)]), silent(M), together(a200, origin=Origin.SAVED_HERE)],
+        tries(a200, ANYWHERE, says="does not answer"),
+    ),
+    Case(
+        "and what another made is not",
+        [disk([a], saved=[a100], damaged=[broken(a200)]), silent(M), together(a200)],
+        refuses(StoreTemporary, "Step 200, the newest that can be seen, is not on this disk"),
     ),
     Case(
         "what another root left there is not continued from while the mirror is silent",

@@ -1,0 +1,108 @@
+"""Files are damaged in every place of a job: a start goes back only if one of the newest save is whole nowhere."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ckptmirror.core import names
+from ckptmirror.core.model import Kind
+from tests.kit.cli import run
+from tests.kit.faults import flip_bit
+from tests.nodes.jobs import Job, expect
+
+pytestmark = pytest.mark.long
+
+STEP = 2
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def is_of_step(name: str) -> bool:
+    parsed = names.parse_name(name.partition("/")[0])
+    return parsed is not None and parsed.step == STEP
+
+
+@dataclass
+class Places:
+    """What disks and mirrors have of a save, file by file."""
+
+    base: Path
+    nodes: str
+    mirrors: tuple[str, ...]
+
+    def files(self, place: str) -> dict[str, Path]:
+        """The files of the save there, by their plain names, and its meta."""
+        root = self.base / place
+        paths = [path for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+        relative = {path.relative_to(root).as_posix(): path for path in paths}
+        return {names.untagged(name): path for name, path in relative.items() if is_of_step(name)}
+
+    def damage(self, rng: random.Random, often: float, gone: str) -> set[str]:
+        """Damage files at random, or lose a disk; return what is whole nowhere now, without lists of tensors.
+
+        If the metas that are left do not tell all of the save, that is whole nowhere too.
+        """
+        whole: set[str] = set()
+        known: set[str] = set()
+        for place in (*self.nodes, *self.mirrors):
+            for name, path in sorted(self.files(place).items()):
+                known.add(name)
+                if place != gone and rng.random() >= often:
+                    whole.add(name + (place if place in self.nodes and name.startswith("meta_") else ""))
+                else:
+                    how: Callable[[Path], object] = rng.choice([flip_bit, Path.unlink, cut])
+                    how(path)
+        if gone:
+            shutil.rmtree(self.base / gone)
+        metas = {name for name in known if name.startswith("meta_")}
+        told = metas <= whole or all(f"{name}{node}" in whole for name in metas for node in self.nodes)
+        lost = {name for name in known - whole - metas if not name.startswith(("tensors_", "parts/"))}
+        return lost if told else lost | metas
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_start_goes_back_only_if_a_file_is_whole_nowhere(seed: int, tmp_path: Path) -> None:
+    check_damage(random.Random(seed), tmp_path)
+
+
+def check_damage(rng: random.Random, base: Path) -> bool:
+    """Save twice, damage files of the newer save, and start again; return whether it was lost."""
+    nodes = rng.choice(["a", "ab", "ab", "abc"])
+    kinds: tuple[Kind, ...] = (rng.choice(["dcp", "model"]),)
+    mirrors = rng.choice([("mirror",), ("mirror", "second")])
+    also = f"file://{base}/second" if len(mirrors) > 1 else ""
+    job = Job(base, nodes, (1, STEP), rng.choice(["fsdp", "ddp"]), kinds=kinds, also=also, shares=rng.random() < 0.5)
+    first = job.run()
+    gone = rng.choice(["", "", *nodes])
+    lost = Places(base, nodes, mirrors).damage(rng, rng.choice([0.1, 0.3, 0.5]), gone)
+    again = Job(base, nodes, (), job.wrapped, kinds=kinds, also=also, shares=job.shares).run()
+    if not lost:
+        expect(again, STEP, again[0].place, first[0])
+    else:
+        assert [one.step for one in again] == [1] * len(nodes), (lost, again[0].passed_over, again[0].failed)
+    return bool(lost)
+
+
+@pytest.mark.parametrize(
+    ("damage", "on_mirror"),
+    [(flip_bit, "meta_000002.json"), (Path.unlink, "meta_000002.json"), (Path.unlink, "extra_000002_rank0.pt")],
+)
+def test_one_node_puts_a_save_together_and_a_rewind_says_so(
+    damage: Callable[[Path], object], on_mirror: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "a", (1, STEP), kinds=("dcp",))
+    first = job.run()
+    damage(tmp_path / "a" / "dcp_000002" / ".metadata")
+    damage(tmp_path / "mirror" / on_mirror)
+    ended = run("rewind", "--root", tmp_path / "a", "--step", STEP)
+    assert ended.returncode != 0
+    assert "put it together: start once with manager.resume(state, policy=" in ended.stderr.replace("puts", "put")
+    expect(Job(tmp_path, "a", kinds=("dcp",)).run(), STEP, "anywhere", first[0])
