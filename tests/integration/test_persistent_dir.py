@@ -27,10 +27,11 @@ from ckptmirror.core.errors import (
     LocalStorageUnwritable,
     Temporary,
 )
-from ckptmirror.core.model import Digest
+from ckptmirror.core.model import Digest, Meta
 from ckptmirror.core.names import TRASH_DIR, emergency_meta_name
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.trash import empty_trash
+from ckptmirror.flow.retention import rotation
 from ckptmirror.flow.save import emergency, persistent_dir
 from ckptmirror.flow.save.emergency import emergency_save_id
 from ckptmirror.flow.save.persistent_dir import snapshots_in
@@ -119,6 +120,23 @@ def test_a_copy_whose_snapshot_never_came_back_goes_too(place: Place) -> None:
     assert not list(place.root.glob("emergency_*"))
     saved_run(place.root, (8,), place.mirror, persistent_dir=place.kept, retention=Retention(keep_last=1))
     assert not snapshots_in(place.kept)
+
+
+def test_a_copy_that_another_node_deletes_while_it_is_looked_at_keeps_nothing_here(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_look = rotation.why_not_ours
+
+    def look(home: Path, meta: Meta) -> str | None:
+        if home == place.kept:
+            (found,) = place.kept.glob("emergency_*/rank0.pt")
+            found.parent.rename(place.kept / "elsewhere")
+        return really_look(home, meta)
+
+    monkeypatch.setattr(rotation, "why_not_ours", look)
+    place.snapshot(5, place.mirror)
+    saved_run(place.root, (6,), place.mirror, persistent_dir=place.kept, retention=Retention(keep_last=1))
+    assert not list(place.root.glob("emergency_*"))
 
 
 def test_a_copy_stays_where_the_newer_save_is_on_no_mirror(place: Place) -> None:

@@ -297,9 +297,10 @@ class _Rotation:
         there = meta if home == self.root else self.copies.get(meta.save_id)  # it has the parts of all nodes
 
         def look() -> str | None:
+            why = why_not_ours(home, there) if there is not None else stray_in(home, meta)
             if home != self.root and not any(Listing(home).is_dir(top) for top in top_names(meta.artifacts)):
-                return None  # another node has deleted it meanwhile
-            return why_not_ours(home, there) if there is not None else stray_in(home, meta)
+                return None  # another node has deleted it, perhaps while it was looked at
+            return why
 
         try:
             return self._at_home(home, look)
