@@ -265,7 +265,7 @@ def persistent_catalog(directory: Path, *, patience_s: float = 0.0) -> Catalog:
     return Catalog(str(directory), None, saves, problems, torn=found.torn, parts=parts, damaged=found.damaged)
 
 
-def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[int] | None = None) -> None:
+def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[int] | None = None) -> str:
     """Copy what the root lacks of a snapshot, and verify it. It mends a broken one of its name.
 
     Parts of it that the root has stay where they are, unless a whole one is brought in their place: they may be whole
@@ -277,6 +277,9 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         meta: The whole snapshot; the directory may lack what disks have of it.
         ranks: The ranks whose parts are brought, as far as the copy has them as they were saved: another node may have
             the others. None: all, or it is an error.
+
+    Returns:
+        Why a part of one of ``ranks`` was not brought; "" if all were.
 
     Raises:
         IntegrityError: The copy does not have the bytes that were saved.
@@ -293,7 +296,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         )
     kept, unreadable = _whole_parts(root, meta)
     if ranks is not None and kept.issuperset(ranks):
-        return
+        return ""
     wanted = {one.rank for one in meta.artifacts if ranks is None or one.rank in ranks} - kept
     brought = replace(meta, artifacts=tuple(one for one in meta.artifacts if one.rank in wanted))
     temporary = root / names.tmp_name(name, meta.save_id)
@@ -303,7 +306,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
     make_own_dir(temporary)
     guard = hang_guard(directory)
     metas: dict[str, bytes] = {}
-    broken: set[int | None] = set()
+    broken: dict[int | None, str] = {}
 
     def meta_of(path: str, one: Artifact) -> bytes:
         try:
@@ -332,7 +335,7 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
             if ranks is None or is_not_readable_now(error.__cause__):
                 raise
             save_logger(_log, meta, rank=one.rank).warning("step %d: not copied back: %s", meta.step, error)
-            broken.add(one.rank)
+            broken[one.rank] = str(error)
 
     try:
         run_jobs(brought.artifacts, bring, name="ckptmirror-bring", workers=_WORKERS)
@@ -350,15 +353,17 @@ def bring_snapshot(root: Path, directory: Path, meta: Meta, ranks: Collection[in
         if isinstance(error, OSError) or (isinstance(error, IntegrityError) and is_not_readable_now(error.__cause__)):
             raise _cannot_be_read(directory / name, str(error)) from error
         raise
+    why = next(iter(broken.values()), "")
     if not brought.artifacts:
         trash.move_to_trash(root, temporary)
         empty_trash(root)
-        return
+        return why
     _put_in_place(root / name, temporary, brought)
     with contextlib.suppress(NameTaken):  # the snapshot was taken on this disk, so the note exists
         write_note(root, meta.save_id, name, directory)
     empty_trash(root)
     save_logger(_log, meta).info("the emergency snapshot of step %d was copied back from %s", meta.step, directory)
+    return why
 
 
 def _meta_of(path: Path, meta: Meta, artifact: Artifact) -> bytes:

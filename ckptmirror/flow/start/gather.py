@@ -73,7 +73,7 @@ class Gathered:
 
     Attributes:
         result: Why it has not all files; None if it has.
-        error: The error that says so.
+        error: The error that says so; without a result, one that matters only if no node has the file.
         got: The plain paths of the files that came.
     """
 
@@ -377,14 +377,14 @@ def _link(source: Path, target: Path) -> None:
 def bring_back(root: Path, directory: Path, meta: Meta, ranks: Ranks) -> Gathered:
     """Copy this node's share of an emergency snapshot from the persistent directory to its disk.
 
-    All nodes together bring all of it, each the parts of its own ranks.
+    All nodes together bring all of it, each the parts of its own ranks. One that is damaged there may be on a disk.
     """
     share = [rank for rank in range(meta.world_size) if rank % ranks.world_size in ranks.node_ranks]
     try:
-        bring_snapshot(root, directory, meta, share)
+        why = bring_snapshot(root, directory, meta, share)
     except CkptMirrorError as error:
         return _gathered(error)
-    return Gathered()
+    return Gathered(error=IntegrityError(why) if why else None)
 
 
 def relay_s(plan: Sequence[Transfer], sizes_bytes: Mapping[str, int]) -> float:

@@ -318,23 +318,34 @@ def _gather(
     """
     meta = proposal.meta
     assert meta is not None
+    back: Mapping[int, Gathered] = {}
     if proposal.kept is not None:
         directory, kept = proposal.kept
         copy_back = functools.partial(bring_back, root, Path(directory), kept, ranks)
-        _check_all(ranks, _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot"))
+        back = _meet_until_done(ranks, copy_back if node is not None else None, node, "bring a snapshot")
+        _check_all(ranks, back)
     whose = ranks.node_ranks if target.state.ema is None else (0, *ranks.node_ranks)  # rank 0 may have the only average
     sends = all(url != proposal.place for url, _ in proposal.sources)
     view = View(root, meta, proposal.kind, whose, whose_lists, trusted=proposal.trusted, sends=sends)
-    _complete(ranks, node, proposal, view, view.begin)
+    _complete(ranks, node, proposal, view, view.begin, [back])
     read = gather_result(ranks, lambda: view.files_read(target), what="ask which files are read", to="node")
     for rank in ranks.node_ranks:
         view.need(read[rank])
-    _complete(ranks, node, proposal, view, view.look)
+    _complete(ranks, node, proposal, view, view.look, [back])
     return view
 
 
-def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, look: Callable[[], Holding]) -> None:
+def _complete(
+    ranks: Ranks,
+    node: Node | None,
+    proposal: Proposal,
+    view: View,
+    look: Callable[[], Holding],
+    failed: Sequence[Mapping[int, Gathered]] = (),
+) -> None:
     """Get what the views of the nodes lack: from the mirrors that send it, else from the disks of other nodes.
+
+    ``failed`` says what nodes could not get before.
 
     Raises:
         _CannotUse: A node cannot get a file.
@@ -356,7 +367,7 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         return
     found = ranks.exchange(mine, what="find out which node has what")
     holdings = {rank: holding for rank, holding in enumerate(found) if holding is not None}
-    failed: list[Mapping[int, Gathered]] = []
+    failures = list(failed)
     for url, at_place in proposal.sources:
         named = {names.plain(one.path) for one in at_place.artifacts}
         to_fetch = fetched_by(holdings, named, sizes_bytes, shared=proposal.share_downloads)
@@ -365,12 +376,12 @@ def _complete(ranks: Ranks, node: Node | None, proposal: Proposal, view: View, l
         fetched = _fetch(ranks, node, proposal, (url, at_place), view, to_fetch)
         if proposal.place == url:
             _check_all(ranks, fetched)
-        failed.append(fetched)
+        failures.append(fetched)
         for rank, one in fetched.items():
             holdings[rank] = holdings[rank].with_files(one.got)
     plan, absent = transfers(holdings, sizes_bytes)
     if needed := [path for path in absent if not is_list(path) or proposal.kind == "emergency"]:
-        raise _why_absent(ranks, proposal, needed, holdings, failed)
+        raise _why_absent(ranks, proposal, needed, holdings, failures)
     if plan:
         channel = ranks.channel("files", more_s=relay_s(plan, sizes_bytes))
         try:
@@ -393,10 +404,10 @@ def _why_absent(
         for rank, holding in holdings.items():
             if (why := holding.unreadable.get(path)) is not None:
                 return _CannotUse(f"{rank_name(rank, ranks.nodes_of_ranks)}: {why}", Result.UNREADABLE)
-    if not proposal.trusted:  # nothing else has these files
+    if not proposal.trusted or proposal.kept is not None:  # nothing else has these files
         found = [(rank, one) for fetched in failed for rank, one in fetched.items() if one.error is not None]
         if found:
-            return _not_got(ranks, *min(found, key=lambda failure: (failure[1].result is Result.BROKEN, failure[0])))
+            return _not_got(ranks, *min(found, key=lambda one: (one[1].result in (None, Result.BROKEN), one[0])))
     return _CannotUse(f"no node has {needed[0]}" + ("" if proposal.trusted else " as it was saved"), Result.BROKEN)
 
 
@@ -492,9 +503,8 @@ def _check_all(ranks: Ranks, found: Mapping[int, Gathered]) -> None:
 def _not_got(ranks: Ranks, rank: int, one: Gathered) -> _CannotUse:
     error = copy.copy(one.error)
     assert error is not None
-    assert one.result is not None
     error.put_in_front(rank_name(rank, ranks.nodes_of_ranks))
-    return _CannotUse(error.message, one.result, error)
+    return _CannotUse(error.message, one.result or Result.BROKEN, error)
 
 
 def _vote_on_bytes(
