@@ -350,10 +350,11 @@ def _mend(subject: Subject, everything: Sequence[Subject], table: Table, root: P
     kinds: a copy of one kind alone is never sent.
     """
     row = table.save_of(subject)
-    save_id = row.save_id if row is not None else subject.save_id
+    known = subject if subject.save_id or row is not None else _same_elsewhere(subject, everything)
+    save_id = row.save_id if row is not None else known.save_id
     if subject.step is None or not save_id:
         return ""
-    command = partial(repair_command, step=subject.step, standing=subject.standing, place=subject.place)
+    command = partial(repair_command, step=subject.step, standing=known.standing, place=subject.place)
     others = [one for one in everything if one.save_id == save_id and one.place != subject.place]
     if subject.is_on_mirror:
         if root is None or any(one.meta is not None and _are_of_others(subject, one.meta) for one in _on_disk(others)):
@@ -367,9 +368,17 @@ def _mend(subject: Subject, everything: Sequence[Subject], table: Table, root: P
     if not copies:
         return ""
     if subject.is_on_mirror:
-        return command(kinds=kinds_to_stage(row.kinds if row is not None else subject.kinds, ()), mirror=copies[0])
+        return command(kinds=kinds_to_stage(row.kinds if row is not None else known.kinds, ()), mirror=copies[0])
     aside = f"mv {quote(subject.name)} {quote(subject.name)}.broken && " if subject.meta is None else ""
     return aside + command(kinds=_kinds_to_stage(subject, row), mirror=copies[0])
+
+
+def _same_elsewhere(subject: Subject, everything: Sequence[Subject]) -> Subject:
+    """Return the save that a mirror's broken meta was of, if it can be only one: that of its step on other places."""
+    here = {one.save_id for one in everything if one.place == subject.place}
+    there = {one.save_id: one for one in everything if one.step == subject.step and one.state() == "whole"}
+    missing = [one for save_id, one in there.items() if save_id not in here]
+    return missing[0] if subject.is_on_mirror and len(missing) == 1 else subject
 
 
 def _on_disk(subjects: Sequence[Subject]) -> list[Subject]:
