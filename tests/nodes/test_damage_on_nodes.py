@@ -14,6 +14,7 @@ from ckptmirror.core import names
 from ckptmirror.core.model import Kind
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
+from tests.kit.training import same
 from tests.nodes.jobs import Job, expect
 
 pytestmark = pytest.mark.long
@@ -106,3 +107,18 @@ def test_one_node_puts_a_save_together_and_a_rewind_says_so(
     assert ended.returncode != 0
     assert "put it together: start once with manager.resume(state, policy=" in ended.stderr.replace("puts", "put")
     expect(Job(tmp_path, "a", kinds=("dcp",)).run(), STEP, "anywhere", first[0])
+
+
+@pytest.mark.parametrize("nodes", ["b", "bc"])
+def test_a_copy_that_was_staged_for_evaluation_does_not_tell_what_the_save_has(nodes: str, tmp_path: Path) -> None:
+    """It has no random state and no position in the data."""
+    job = Job(tmp_path, "a", (1, STEP))
+    first = job.run()
+    shutil.rmtree(tmp_path / "a")
+    assert (
+        run("stage", "--mirror", job.url, "--step", STEP, "--kind", "model", "--dest", tmp_path / "b").returncode == 0
+    )
+    (tmp_path / "mirror" / "meta_000002.json").unlink()
+    found = Job(tmp_path, nodes).run()
+    assert [(one.step, one.place, one.extra) for one in found] == [(1, job.url, {"seen": (0, 1)})] * len(nodes)
+    assert same(found[0].began, first[0].saved[1])

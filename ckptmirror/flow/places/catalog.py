@@ -343,7 +343,11 @@ def mirror_catalog(
     meta_names |= {meta.save_id: name for name, meta in torn}
     ids = frozenset(meta.save_id for _, meta in torn)
     named = {one.object_name for _, meta in found for one in meta.artifacts}
-    loose = {name: one.size_bytes for name, one in listed.items() if name not in named}
+    loose = {
+        name: one.size_bytes
+        for name, one in listed.items()
+        if name not in named and names.parse_artifact_path(name) is not None
+    }
     return Catalog(
         mirror.url,
         attempts,

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, partial
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
@@ -471,15 +471,19 @@ class _Rows:
         return [Row(ANYWHERE, "anywhere", copies=tuple(copies))] if copies else []
 
     def _whole_of(self, save_id: str, metas: Sequence[Meta]) -> Meta | None:
-        """Return the meta of a whole save, from those that places have of it; None if they do not tell all of it."""
-        whole = sorted((meta for meta in metas if meta.is_whole), key=lambda one: (one.partial, -len(one.artifacts)))
-        if whole:
-            return whole[0] if not whole[0].partial else reduce(merge_copies, whole)
-        if (merged := self._found.get((save_id, DISK))) is not None:
-            return merged
-        with contextlib.suppress(BrokenMeta):
-            return _merged(metas)
-        return None
+        """Return the meta of a whole save, from those that places have of it; None if they do not tell all of it.
+
+        A copy that was staged for evaluation tells of its own files alone.
+        """
+        whole = [meta for meta in metas if meta.is_whole]
+        if not whole:
+            if (merged := self._found.get((save_id, DISK))) is not None:
+                return merged
+            with contextlib.suppress(BrokenMeta):
+                return _merged(metas)
+            return None
+        best = min(whole, key=lambda meta: (meta.partial, -len(meta.artifacts)))
+        return best.narrowed([kind for kind in best.kinds if self._has_all(best, kind)])
 
     def _origin_of(self, save: Meta, here: Copy | None) -> Origin:
         """Return how a save got to the disks of this job, whatever is left of it there."""
