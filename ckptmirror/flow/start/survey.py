@@ -181,7 +181,8 @@ class _Rows:
     def survey(self) -> Survey:
         disks = [self._labelled(number, self._disk_row(disk)) for number, disk in enumerate(self._disks)]
         rows = [one_disk(self._joinable(disks)), *map(self._mirror_row, self._mirrors), *self._dropped_rows()]
-        rows += [*self._persistent_rows(), *self._anywhere_rows(rows)]
+        rows += self._persistent_rows()
+        rows += self._anywhere_rows(rows)
         roots = frozenset(disk.identity.id for disk in self._disks if disk.identity.id)
         return Survey(Evidence(tuple(rows), self._identity.id, roots), self._found, self._seen)
 
@@ -444,10 +445,12 @@ class _Rows:
     # -- all places together ---------------------------------------------------------------------------------
 
     def _anywhere_rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the row of what all places have together: of every save that is not on one disk alone."""
-        places = [*(disk.catalog for disk in self._disks), *self._remote]
-        places += [self._persistent] if self._persistent is not None else []
-        mirrors = {place.place for place in self._remote}
+        """Return the row of what all places have together: of every save that is not on one disk alone.
+
+        Of a snapshot, a rank's part has to be whole in one place; another row says so.
+        """
+        beside = [*self._remote, *([self._persistent] if self._persistent is not None else [])]
+        places = [*(disk.catalog for disk in self._disks), *beside]
         runs = {row.run_id for row in rows if row.sort != "persistent"}
         metas: dict[str, dict[str, list[Meta]]] = {}
         for place in places:
@@ -459,9 +462,11 @@ class _Rows:
         with_loose = [place.place for place in places if place.loose]
         copies = []
         for save_id, by_place in metas.items():
-            if len({*by_place, *with_loose}) < 2 and not by_place.keys() & mirrors:
+            if len({*by_place, *with_loose}) < 2 and not by_place.keys() & {place.place for place in beside}:
                 continue
             save = self._whole_of(save_id, [meta for found in by_place.values() for meta in found])
+            if save is not None and is_emergency(save) and save_id not in entire:
+                continue
             if save is not None and entire.get(save_id) != save.kinds:
                 there = {path for place in places for path in place.files_of(save)}
                 kinds, lists = loadable(save, [one for one in save.artifacts if names.plain(one.path) not in there])
