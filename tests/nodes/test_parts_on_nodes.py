@@ -348,7 +348,7 @@ LOST_ON_NODES = [
     (("a/optim_000002_rank0.pt", "b/optim_000002_rank1.pt"), "dcp"),
     (("a/model_000002.pt",), "dcp"),
     (("b/dcp_000002/__1_0.distcp",), "model"),
-    (("a/dcp_000002/.metadata",), "model"),
+    (("a/dcp_000002/.metadata",), "dcp"),  # both nodes have it
     (("a/dcp_000002/.metadata", "b/dcp_000002/.metadata"), "model"),
     (("b/tensors_000002_rank1.json",), "dcp"),
     (("a/tensors_000002_rank0.json", "b/tensors_000002_rank1.json", "b/optim_000002_rank1.pt"), "dcp"),

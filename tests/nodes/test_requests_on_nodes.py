@@ -157,7 +157,7 @@ def test_a_byte_that_changed_between_two_nodes_costs_a_download_and_not_the_save
         shutil.rmtree(tmp_path / "of-3" / node)
     gcs_server.clear_log()
     job = job_on(tmp_path, "abc", wrapped="ddp", kinds=("dcp",), shares=True)
-    expect(job.run(damaged_on_the_way), 2, job.url, first)
+    expect(job.run(damaged_on_the_way), 2, "anywhere", first)
     media = {name.rpartition("/")[2]: times for name, times in media_of(gcs_server.log()).items()}
     assert media["__0_small0.distcp"] == 1 + 3  # first for all, then for each node
 
@@ -178,10 +178,10 @@ def test_where_the_mirror_fails_the_node_that_fetches_all_fall_back_alike(
 def dies_in_its_download(rank: int, job: Job) -> Found:
     fetch = gather.View.fetch
 
-    def dies(view: gather.View, mirror: Any, meta: Any, paths: Any, asked: Any) -> gather.Gathered:
+    def dies(view: gather.View, mirror: Any, meta: Any, paths: Any, *rest: Any, **given: Any) -> gather.Gathered:
         if "dcp_000002/__0_small0.distcp" in paths:
             os.kill(os.getpid(), signal.SIGKILL)
-        return fetch(view, mirror, meta, paths, asked)
+        return fetch(view, mirror, meta, paths, *rest, **given)
 
     gather.View.fetch = dies  # type: ignore[method-assign]
     return take_part(rank, job)
