@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptmirror.core import names
+from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.model import Kind
+from ckptmirror.stores.file import FileStore
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.training import same
-from tests.nodes.jobs import Job, expect
+from tests.nodes.jobs import Found, Job, expect, take_part
 
 pytestmark = pytest.mark.long
 
@@ -122,3 +126,45 @@ def test_a_copy_that_was_staged_for_evaluation_does_not_tell_what_the_save_has(n
     found = Job(tmp_path, nodes).run()
     assert [(one.step, one.place, one.extra) for one in found] == [(1, job.url, {"seen": (0, 1)})] * len(nodes)
     assert same(found[0].began, first[0].saved[1])
+
+
+@pytest.mark.parametrize("nodes", ["ac", "a", "ca"])
+def test_what_a_lost_node_had_sent_is_put_together_with_what_another_has_not_sent_yet(
+    nodes: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
+    first = job.run()
+    places = Places(tmp_path, "ab", ("mirror",))
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "mirror" / "meta_000002.json").unlink()
+    for name in places.files("a").keys() - {"meta_000002.json"}:
+        (tmp_path / "mirror" / name).unlink()
+    (part,) = (tmp_path / "mirror" / "parts").glob("meta_000002-*.part00001-of-00002.json")
+    part.unlink()
+    again = Job(tmp_path, nodes, (3,), kinds=("dcp",)).run()
+    expect(again, STEP, "anywhere", first[0])
+    assert run("drain", "--root", tmp_path / "a").returncode == 0
+    listed = run("ls", job.url).stdout
+    assert re.search(r"^ +2 +dcp .* current ", listed, re.MULTILINE), listed
+
+
+def test_a_part_that_cannot_be_read_now_sets_no_job_back(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
+    first = job.run()
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "mirror" / "meta_000002.json").unlink()
+    for found in replace(job, nodes="ac", steps=()).run(resume_without_parts):
+        assert "the link is slow today" in found.failed
+    expect(Job(tmp_path, "ac", kinds=("dcp",)).run(), STEP, "anywhere", first[0])
+
+
+def resume_without_parts(rank: int, job: Job) -> Found:
+    read = FileStore.read
+
+    def slow(store: FileStore, name: str, **given: Any) -> Any:
+        if name.startswith("parts/"):
+            raise StoreTemporary("the link is slow today")
+        return read(store, name, **given)
+
+    FileStore.read = slow  # type: ignore[method-assign]
+    return take_part(rank, job)

@@ -9,7 +9,6 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ckptmirror.core import names
@@ -23,7 +22,7 @@ from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
 
-__all__ = ["uncommitted_on", "uncommitted_saves"]
+__all__ = ["read_parts", "uncommitted_on", "uncommitted_saves"]
 
 _READERS = 8
 
@@ -67,7 +66,7 @@ def uncommitted_saves(
     claimed = {artifact.object_name for meta in catalog.metas() for artifact in meta.artifacts}
     found = []
     for one in waiting:
-        parts = _read_parts(mirror, one) if with_parts else ()
+        parts = read_parts(mirror, one) if with_parts else ()
         read = {part.node: one.names[part.node] for part in parts}
         is_alone = sum(other.step == one.step for other in waiting) == 1
         there = replace(one, names=read) if with_parts else one
@@ -75,7 +74,12 @@ def uncommitted_saves(
     return found
 
 
-def _read_parts(mirror: Mirror, there: PartsThere) -> Sequence[Meta]:
+def read_parts(mirror: Mirror, there: PartsThere) -> list[Meta]:
+    """Read the parts of a save that are on a mirror. One that is damaged, or another's, is left out.
+
+    Raises:
+        StoreTemporary: The mirror does not answer.
+    """
     found: list[Meta] = []
 
     def read(name: str) -> None:

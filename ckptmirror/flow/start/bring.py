@@ -43,17 +43,20 @@ from ckptmirror.core.start.disks import Torn, never_whole, torn
 from ckptmirror.core.start.evidence import ANYWHERE, DISK
 from ckptmirror.core.start.explain import Notice, goes_on, with_root
 from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
+from ckptmirror.core.tensor_lists import is_proof
 from ckptmirror.core.uncommitted import PartsThere, parts_there
+from ckptmirror.flow.fetch.blocks import ObjectToRead, read_all
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
-from ckptmirror.flow.places.catalog import MetaCache, local_catalog
-from ckptmirror.flow.retention.reconcile import note_brought, renew_records
+from ckptmirror.flow.places.catalog import MetaCache, local_catalog, objects_of
+from ckptmirror.flow.retention.reconcile import forget_brought, note_brought, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import DiskFacts
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local.listing import is_not_readable_now
+from ckptmirror.local.save_logger import save_logger
 
 __all__ = ["Bringer", "Proposal", "keeps_part"]
 
@@ -144,7 +147,7 @@ class Bringer:
         own = node.look_at_disk()
         own = replace(own, catalog=own.catalog.without(self._without)) if self._without else own
         disks = [own, *self._others]
-        return survey(disks, node.mirrors, persistent=self._persistent, cache=self._cache)
+        return survey(disks, node.mirrors, persistent=self._persistent, cache=self._cache, reads_parts=True)
 
     def settle(self) -> None:
         """Go on with what a person began where this start is asked to begin, if somebody did."""
@@ -219,6 +222,8 @@ class Bringer:
                     for url, one in self._waiting(move.save.step) if self._wish.is_auto else ():
                         name = f"{url}/{next(iter(one.names.values()))}"
                         self._log_once(Notice(f"step {one.step} ({name}): {one.problem.why}", step=one.step, place=url))
+                    if move.place == ANYWHERE and not self._others:
+                        forget_brought(self._node.root)  # what the try of a mirror left takes room
                     if self._others or move.place == ANYWHERE or keeps_part(self._node.root, self.seen, move):
                         self._chosen = move
                         return self._for_all_nodes(move)
@@ -382,6 +387,8 @@ class Bringer:
             return self._staged(move, meta)
         except IntegrityError as error:
             if not is_not_readable_now(error.__cause__):
+                if self._left_lists_out(meta, move.place):
+                    return self._brought(move)
                 self._tried.append(Outcome(meta.save_id, move.kind, move.place, Result.BROKEN, str(error)))
                 return None
             failure = error  # of this disk
@@ -391,6 +398,31 @@ class Bringer:
             failure = error
         self._tried.append(Outcome(meta.save_id, move.kind, move.place, result, str(failure), failure))
         return None
+
+    def _left_lists_out(self, meta: Meta, place: str) -> bool:
+        """Leave the lists of tensors that are damaged on a mirror out of its copy of a save, since no load needs them.
+
+        Returns:
+            Whether there were any: then the copy may be tried once more.
+        """
+        mirror = next((one for one in self._node.mirrors if one.url == place), None)
+        lists = tuple(one for one in meta.artifacts if is_proof(one))
+        if mirror is None or not lists:
+            return False
+        try:
+            there = objects_of(mirror.store, replace(meta, artifacts=lists))
+        except CkptMirrorError:
+            return False
+        listed = [(one, there[one.object_name]) for one in lists if one.object_name in there]
+        found = read_all([ObjectToRead(mirror.store, info.name, info.generation, one.digest) for one, info in listed])
+        wrong = {one.path: why for (one, _), why in zip(listed, found, strict=True) if why and why.state == "damaged"}
+        if not wrong:
+            return False
+        path, why = next(iter(wrong.items()))
+        save_logger(_log, meta).warning("step %d: %s/%s: %s; no load needs it", meta.step, place, path, why.why)
+        left = meta.narrowed(meta.kinds, wrong)
+        self.seen = replace(self.seen, metas={**self.seen.metas, (meta.save_id, place): left})
+        return True
 
     def _staged(self, move: Try, meta: Meta) -> Meta:
         """Stage a save into the root, in place of a broken local copy of it.

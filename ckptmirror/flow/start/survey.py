@@ -43,9 +43,11 @@ from ckptmirror.core.start.evidence import (
 )
 from ckptmirror.core.start.lineage import attempts_of_metas
 from ckptmirror.core.tensor_lists import is_list, loadable, lost_lists
+from ckptmirror.core.uncommitted import parts_there
 from ckptmirror.flow.places.attempt_lists import diverged_there, read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
+from ckptmirror.flow.places.uncommitted import read_parts
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.start.disk_facts import DiskFacts
@@ -95,6 +97,7 @@ def survey(
     identity: RootId | None = None,
     persistent: Catalog | None = None,
     cache: MetaCache | None = None,
+    reads_parts: bool = False,
 ) -> Survey:
     """Ask every place.
 
@@ -104,6 +107,8 @@ def survey(
         identity: The identity of the job's roots; None: what follows from theirs.
         persistent: The contents of the persistent directory, if there is one.
         cache: Metas that were read from mirrors before.
+        reads_parts: Whether to read the parts on mirrors of nodes whose disks are not of this job, where its disks have
+            the others.
 
     Raises:
         LineageError: A place without a list holds saves of several runs.
@@ -116,7 +121,8 @@ def survey(
     if identity is None:
         own = [disk.identity for disk in disks]
         identity = RootId(identity_of([one.id for one in own]), all(one.is_first for one in own))
-    return _Rows(disks, mirrors, seen, identity, persistent).survey()
+    parts = _parts_beside(disks, mirrors, seen) if reads_parts else []
+    return _Rows(disks, mirrors, seen, identity, persistent, parts).survey()
 
 
 def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
@@ -132,6 +138,30 @@ def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
     if listed is ListFound.NONE and catalog.metas():
         listed = ListFound.LOST
     return Seen(attempts, listed, generation, catalog, error)
+
+
+def _parts_beside(disks: Sequence[DiskFacts], mirrors: Sequence[Mirror], seen: dict[str, Seen]) -> list[Meta]:
+    """Read from mirrors the parts that no disk has of saves of which disks have others, and no mirror the whole.
+
+    A mirror that does not answer any more is silent from then on.
+    """
+    here: dict[str, set[int]] = {}
+    for meta in (meta for disk in disks for meta in disk.catalog.metas()):
+        if not meta.is_whole and not is_emergency(meta):
+            here.setdefault(meta.save_id[:8], set()).add(meta.node)
+    catalogs = [(mirror, catalog) for mirror in mirrors if (catalog := seen[mirror.url].catalog) is not None]
+    whole = {save_id[:8] for _, catalog in catalogs for save_id in catalog.known}
+    found: list[Meta] = []
+    for mirror, catalog in catalogs if here.keys() - whole else ():
+        for there in parts_there(catalog.others, catalog.known):
+            missing = {node: name for node, name in there.names.items() if node not in here.get(there.digits, ())}
+            if there.digits in here.keys() - whole and missing:
+                try:
+                    found += read_parts(mirror, replace(there, names=missing))
+                except CkptMirrorError as error:
+                    seen[mirror.url] = Seen(seen[mirror.url].attempts, error=error)
+                    break
+    return found
 
 
 def _list_of(mirror: Mirror) -> tuple[AttemptList | None, int, ListFound, CkptMirrorError | None]:
@@ -161,12 +191,14 @@ class _Rows:
         seen: Mapping[str, Seen],
         identity: RootId,
         persistent: Catalog | None,
+        parts: Sequence[Meta],
     ) -> None:
         self._disks = disks
         self._mirrors = mirrors
         self._seen = seen
         self._identity = identity
         self._persistent = persistent
+        self._parts_on_mirrors = parts
         self._remote = [one.catalog for one in seen.values() if one.catalog is not None]
         self._catalogs = [*(disk.catalog for disk in disks), *self._remote]
         self._metas = [meta for catalog in self._catalogs for meta in catalog.metas()]
@@ -457,10 +489,13 @@ class _Rows:
             for meta in place.metas():
                 if meta.run_id in runs:
                     metas.setdefault(meta.save_id, {}).setdefault(place.place, []).append(meta)
+        for part in self._parts_on_mirrors:
+            if part.save_id in metas:
+                metas[part.save_id].setdefault("mirrors", []).append(part)
         here = {copy.save.save_id: copy for copy in rows[0].copies}
         entire = {copy.save.save_id: copy.save.kinds for row in rows for copy in row.copies if not copy.no_proof}
         with_loose = [place.place for place in places if place.loose]
-        copies = []
+        copies, heard = [], []
         for save_id, by_place in metas.items():
             if len({*by_place, *with_loose}) < 2 and not by_place.keys() & {place.place for place in beside}:
                 continue
@@ -473,7 +508,9 @@ class _Rows:
                 save = save.narrowed(kinds, lists)
             if save is not None and save.kinds:
                 copies.append(self._copy(ANYWHERE, save, self._origin_of(save, here.get(save_id)), save.kinds))
-        return [Row(ANYWHERE, "anywhere", copies=tuple(copies))] if copies else []
+                if "mirrors" in by_place:  # every node has committed its part, so the save is committed
+                    heard.append(Heard(save.attempt, frozenset({Voice.NAMED, Voice.COUNTS})))
+        return [Row(ANYWHERE, "anywhere", heard=tuple(heard), copies=tuple(copies))] if copies else []
 
     def _whole_of(self, save_id: str, metas: Sequence[Meta]) -> Meta | None:
         """Return the meta of a whole save, from those that places have of it; None if they do not tell all of it.
