@@ -109,7 +109,9 @@ def test_one_node_puts_a_save_together_and_a_rewind_says_so(
     damage(tmp_path / "mirror" / on_mirror)
     ended = run("rewind", "--root", tmp_path / "a", "--step", STEP)
     assert ended.returncode != 0
-    assert "put it together: start once with manager.resume(state, policy=" in ended.stderr.replace("puts", "put")
+    assert re.search(r"puts? it together: start once with manager\.resume\(state, policy=2\)", ended.stderr), (
+        ended.stderr
+    )
     expect(Job(tmp_path, "a", kinds=("dcp",)).run(), STEP, "anywhere", first[0])
 
 
@@ -168,3 +170,17 @@ def resume_without_parts(rank: int, job: Job) -> Found:
 
     FileStore.read = slow  # type: ignore[method-assign]
     return take_part(rank, job)
+
+
+def test_a_rewind_takes_a_kind_that_is_whole_on_the_disk(tmp_path: Path) -> None:
+    """Of the other kind, the disk and the mirror lack a file each."""
+    job = Job(tmp_path, "a", (1, STEP, 3))
+    job.run()
+    (tmp_path / "a" / "dcp_000002" / ".metadata").unlink()
+    (tmp_path / "mirror" / "dcp_000002" / "__0_0.distcp").unlink()
+    ended = run("rewind", "--root", tmp_path / "a", "--step", STEP)
+    assert ended.returncode == 0, ended.stderr
+    found = re.search(r"continue from step 2 \(\w+, model\): on (.*)", ended.stdout)
+    assert found is not None, ended.stdout
+    assert found[1].split(", ") == ["disk", job.url]
+    assert "put it together" not in ended.stderr

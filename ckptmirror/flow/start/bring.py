@@ -112,6 +112,7 @@ class Bringer:
         on_progress: Called with the progress of a download.
         without: Parts of the state that are not loaded. Who names a save, in a job of one node, may leave out what that
             save lost.
+        puts_together: Whether a save that no place has whole is proposed too, to be put together.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Bringer:
         others: Sequence[DiskFacts] = (),
         on_progress: OnProgress | None = None,
         without: Collection[str] = (),
+        puts_together: bool = True,
     ) -> None:
         is_named = isinstance(wish.reference, str) and not wish.is_auto and wish.reference != "scratch"
         self._without = without if is_named and not others else ()
@@ -130,6 +132,7 @@ class Bringer:
         self._wish = wish
         self._bus = bus
         self._on_progress = on_progress
+        self._puts_together = puts_together
         self._cache: MetaCache = {}
         self._logged: list[str] = []
         self._tried: list[Outcome] = []
@@ -147,7 +150,9 @@ class Bringer:
         own = node.look_at_disk()
         own = replace(own, catalog=own.catalog.without(self._without)) if self._without else own
         disks = [own, *self._others]
-        return survey(disks, node.mirrors, persistent=self._persistent, cache=self._cache, reads_parts=True)
+        kept, together = self._persistent, self._puts_together
+        seen = survey(disks, node.mirrors, persistent=kept, cache=self._cache, reads_parts=together)
+        return seen if together else seen.without({ANYWHERE})
 
     def settle(self) -> None:
         """Go on with what a person began where this start is asked to begin, if somebody did."""

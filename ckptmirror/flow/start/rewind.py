@@ -30,9 +30,11 @@ from shlex import quote
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
+    BrokenMeta,
     CheckpointNotFound,
     CkptMirrorError,
     ConfigError,
+    IntegrityError,
     LocalStorageFull,
     NoTable,
     NotSigned,
@@ -137,7 +139,8 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
         seen = survey([look_at_disk(root, table, read_root_id(root))], opened)
         needless = _needless(root, table)
     silent = {row.place: row.why for row in seen.evidence.mirrors() if not row.answers}
-    needed = _without(seen, needless & silent.keys())
+    everything, seen = seen, seen.without({ANYWHERE})  # a verb puts no save together
+    needed = seen.without(needless & silent.keys())
     if why := not_believed(seen.evidence):
         raise NotSigned(why)
     if run_of(seen.evidence) is None:
@@ -149,27 +152,22 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     else:
         seen = needed
     if isinstance(move, Refuse):
+        again = next_move(everything.evidence, Wish(reference, force=True))
+        if isinstance(move.error, CheckpointNotFound) and isinstance(again, Try):
+            raise CheckpointNotFound(
+                f"No place has step {again.save.step} whole: {root} and the mirrors have it together.",
+                hint=f"A start puts it together: {_start_from(reference)}.",
+            )
         raise _with_verb(root, reference, seen, move.error)
     if isinstance(move, Scratch):
         return RewindPlan(None, (), _fork(seen, move), silent)
     assert isinstance(move, Try), "a save was named"
-    if move.place == ANYWHERE:
-        raise CheckpointNotFound(
-            f"No place has step {move.save.step} whole: {root} and the mirrors have it together.",
-            hint=f"A start puts it together: {_start_from(reference)}.",
-        )
     if keeps_part(root, seen, move):
         raise _needs_all_nodes(root, reference, move.save.step, _NOT_ALL_KINDS)
     rows = [row.place for row in seen.evidence.rows]
     there = {place for save_id, place in seen.metas if save_id == move.save.save_id}
     places = (move.place, *(place for place in rows if place in there and place != move.place))
     return RewindPlan(move.save, places, _fork(seen, move), silent)
-
-
-def _without(seen: Survey, places: Collection[str]) -> Survey:
-    """Leave out places that were asked."""
-    rows = tuple(row for row in seen.evidence.rows if row.place not in places)
-    return replace(seen, evidence=replace(seen.evidence, rows=rows))
 
 
 def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirrorError) -> CkptMirrorError:
@@ -267,8 +265,16 @@ def rewind(
             on_progress=lambda at: (
                 on_progress(at.received_bytes + at.kept_bytes, at.total_bytes) if on_progress is not None else None
             ),
+            puts_together=False,
         )
-        proposal, meta, claim, seen, fork = _recorded(root, bringer, on_progress)
+        try:
+            proposal, meta, claim, seen, fork = _recorded(root, bringer, on_progress)
+        except IntegrityError as error:
+            if not isinstance(error, BrokenMeta):  # each copy is damaged
+                error.hint = (
+                    f"{error.hint} If each file is whole somewhere, a start puts it together: {_start_from(reference)}."
+                )
+            raise
         order = count(seen.evidence).order.in_order()
         before = order[-1] if order and order[-1].save_id != (meta.save_id if meta is not None else "") else None
         forget_brought(root)
@@ -337,11 +343,6 @@ def _first_sound(root: Path, bringer: Bringer, on_progress: OnBytes | None) -> t
         meta = proposal.meta
         if meta is None:
             return proposal, None
-        if proposal.place == ANYWHERE:
-            bringer.reject(
-                proposal, f"only a start can put it together: {_start_from(meta.save_id[:8])}", Result.BROKEN
-            )
-            continue
         if proposal.gathered:
             raise _needs_all_nodes(root, meta.save_id[:8], meta.step, _NOT_ALL_KINDS)
         artifacts = meta.artifacts_of(proposal.kind)

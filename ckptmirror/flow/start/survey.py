@@ -89,6 +89,11 @@ class Survey:
     metas: Mapping[tuple[str, str], Meta]
     seen: Mapping[str, Seen] = field(default_factory=dict)
 
+    def without(self, places: Collection[str]) -> Survey:
+        """Return the same without places that were asked."""
+        rows = tuple(row for row in self.evidence.rows if row.place not in places)
+        return replace(self, evidence=replace(self.evidence, rows=rows))
+
 
 def survey(
     disks: Sequence[DiskFacts],
