@@ -195,7 +195,10 @@ def next_move(evidence: Evidence, wish: Wish, tried: Sequence[Outcome] = ()) -> 
     try:
         return start.move()
     except LineageError as error:
-        return Refuse(explain.not_one_run(error, [row.place for row in evidence.answering()]), start.said())
+        return Refuse(
+            explain.not_one_run(error, [row.place for row in evidence.answering() if row.sort != "anywhere"]),
+            start.said(),
+        )
     except CkptMirrorError as error:
         return Refuse(error, start.said())
 
