@@ -15,6 +15,8 @@ import pytest
 from ckptmirror.core import names
 from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.model import Kind
+from ckptmirror.flow.start import leader
+from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.stores.file import FileStore
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
@@ -189,3 +191,31 @@ def test_a_rewind_takes_a_kind_that_is_whole_on_the_disk(tmp_path: Path) -> None
     assert found is not None, ended.stdout
     assert found[1].split(", ") == ["disk", job.url]
     assert "put it together" not in ended.stderr
+
+
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+def test_what_one_mirror_alone_has_damaged_is_tried_once(nodes: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, nodes, (1, STEP), kinds=("dcp",))
+    job.run()
+    for node in nodes:
+        shutil.rmtree(tmp_path / node)
+    flip_bit(tmp_path / "mirror" / "dcp_000002" / "__0_0.distcp")
+    for one in replace(job, steps=()).run():
+        assert (one.step, one.failed) == (1, "")
+        assert one.passed_over.count("is damaged") == 1, one.passed_over
+
+
+def test_nodes_whose_roots_have_one_name_take_a_file_from_one_another(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, STEP), mirrored=False, kinds=("dcp",))
+    first = job.run()
+    flip_bit(tmp_path / "b" / "dcp_000002" / ".metadata")
+    expect(replace(job, steps=()).run(resume_under_one_name), STEP, "anywhere", first[0])
+
+
+def resume_under_one_name(rank: int, job: Job) -> Found:
+    def look(*given: Any) -> Any:
+        found = look_at_disk(*given)
+        return replace(found, catalog=replace(found.catalog, place="/local-ssd/run"))
+
+    leader.look_at_disk = look
+    return take_part(rank, job)

@@ -116,12 +116,19 @@ class Catalog:
         torn = {one.rank for one in damaged}
         return replace(snapshot, artifacts=tuple(one for one in snapshot.artifacts if one.rank not in torn))
 
-    def files_of(self, save: Meta) -> dict[str, Artifact]:
-        """Return which files of a save are here in their full size, by their plain paths; ``save`` is all of it.
+    def metas_of(self, save_id: str) -> list[Meta]:
+        """Return every meta of a save that could be read; one that is not whole may have two."""
+        return [meta for meta in self.metas() if meta.save_id == save_id]
+
+    def files_of(self, save: Meta, metas: Sequence[Meta]) -> dict[str, Artifact]:
+        """Return which files of a save are here in their full size, by their plain paths.
 
         A file that no meta here names may be one: what its meta said may be known from elsewhere.
+
+        Args:
+            save: All of the save.
+            metas: What metas there are of it here.
         """
-        metas = [meta for meta in self.metas() if meta.save_id == save.save_id]
         if not metas:
             return self._loose_files_of(save)
         if not any(save.save_id in judged for judged in (self.saves, self.parts, self.damaged)):

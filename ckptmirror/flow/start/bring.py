@@ -151,7 +151,14 @@ class Bringer:
         own = replace(own, catalog=own.catalog.without(self._without)) if self._without else own
         disks = [own, *self._others]
         kept, together = self._persistent, self._puts_together
-        seen = survey(disks, node.mirrors, persistent=kept, cache=self._cache, reads_parts=together)
+        seen = survey(
+            disks,
+            node.mirrors,
+            persistent=kept,
+            cache=self._cache,
+            reads_parts=together,
+            shares=node.share_downloads,
+        )
         return seen if together else seen.without({ANYWHERE})
 
     def settle(self) -> None:
@@ -270,7 +277,7 @@ class Bringer:
         found = [(url, one) for url, one in catalogs.items() if one is not None]
         if place == DISK:
             return [(url, self.seen.metas[(save.save_id, url)]) for url, one in found if save.save_id in one.whole][:1]
-        have = [(url, tuple(one.files_of(save).values())) for url, one in found]
+        have = [(url, tuple(one.files_of(save, one.metas_of(save.save_id)).values())) for url, one in found]
         return [(url, replace(save, artifacts=artifacts)) for url, artifacts in have if artifacts]
 
     def _say_of_other_kinds(self, move: Try) -> None:

@@ -263,10 +263,10 @@ class View:
         Without such a meta, files of their names and sizes, unless they would be taken as they are.
         """
         catalog = local_catalog(self._root, with_attempts=False)
-        mine = [one for meta in catalog.metas() if meta.save_id == self._meta.save_id for one in meta.artifacts]
-        if not mine and not self._trusted:
-            return catalog.files_of(self._meta)
-        return {names.plain(artifact.path): artifact for artifact in mine}
+        metas = catalog.metas_of(self._meta.save_id)
+        if not metas and not self._trusted:
+            return catalog.files_of(self._meta, ())
+        return {names.plain(artifact.path): artifact for meta in metas for artifact in meta.artifacts}
 
     def with_own_names(self, why: str) -> str:
         """Return what is wrong with a file of the view, by the name that the file has when the view is gone."""

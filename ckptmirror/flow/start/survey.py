@@ -103,6 +103,7 @@ def survey(
     persistent: Catalog | None = None,
     cache: MetaCache | None = None,
     reads_parts: bool = False,
+    shares: bool = False,
 ) -> Survey:
     """Ask every place.
 
@@ -114,6 +115,7 @@ def survey(
         cache: Metas that were read from mirrors before.
         reads_parts: Whether to read the parts on mirrors of nodes whose disks are not of this job, where its disks have
             the others.
+        shares: Whether nodes share what one of them downloads.
 
     Raises:
         LineageError: A place without a list holds saves of several runs.
@@ -127,7 +129,7 @@ def survey(
         own = [disk.identity for disk in disks]
         identity = RootId(identity_of([one.id for one in own]), all(one.is_first for one in own))
     parts = _parts_beside(disks, mirrors, seen) if reads_parts else []
-    return _Rows(disks, mirrors, seen, identity, persistent, parts).survey()
+    return _Rows(disks, mirrors, seen, identity, persistent, parts, shares).survey()
 
 
 def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
@@ -197,6 +199,7 @@ class _Rows:
         identity: RootId,
         persistent: Catalog | None,
         parts: Sequence[Meta],
+        shares: bool,
     ) -> None:
         self._disks = disks
         self._mirrors = mirrors
@@ -204,6 +207,7 @@ class _Rows:
         self._identity = identity
         self._persistent = persistent
         self._parts_on_mirrors = parts
+        self._shares = shares
         self._remote = [one.catalog for one in seen.values() if one.catalog is not None]
         self._catalogs = [*(disk.catalog for disk in disks), *self._remote]
         self._metas = [meta for catalog in self._catalogs for meta in catalog.metas()]
@@ -482,39 +486,45 @@ class _Rows:
     # -- all places together ---------------------------------------------------------------------------------
 
     def _anywhere_rows(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the row of what all places have together: of every save that is not on one disk alone.
+        """Return the row of what all places have together, of every save that is in several.
 
-        Of a snapshot, a rank's part has to be whole in one place; another row says so.
+        Where nodes share what one of them gets from the only place, it may have been damaged on the way: then each gets
+        its own from there. Of a snapshot, a rank's part has to be whole in one place; another row says so.
         """
         beside = [*self._remote, *([self._persistent] if self._persistent is not None else [])]
-        places = [*(disk.catalog for disk in self._disks), *beside]
+        places = list(enumerate([*(disk.catalog for disk in self._disks), *beside]))  # nodes may give disks one name
         runs = {row.run_id for row in rows if row.sort != "persistent"}
-        metas: dict[str, dict[str, list[Meta]]] = {}
-        for place in places:
+        metas: dict[str, dict[int, list[Meta]]] = {}
+        for at, place in places:
             for meta in place.metas():
                 if meta.run_id in runs:
-                    metas.setdefault(meta.save_id, {}).setdefault(place.place, []).append(meta)
+                    metas.setdefault(meta.save_id, {}).setdefault(at, []).append(meta)
+        sent: dict[str, list[Meta]] = {}
         for part in self._parts_on_mirrors:
-            if part.save_id in metas:
-                metas[part.save_id].setdefault("mirrors", []).append(part)
+            sent.setdefault(part.save_id, []).append(part)
         here = {copy.save.save_id: copy for copy in rows[0].copies}
         entire = {copy.save.save_id: copy.save.kinds for row in rows for copy in row.copies if not copy.no_proof}
-        with_loose = [place.place for place in places if place.loose]
+        with_loose = [at for at, place in places if place.loose]
         copies, heard = [], []
-        for save_id, by_place in metas.items():
-            if len({*by_place, *with_loose}) < 2 and not by_place.keys() & {place.place for place in beside}:
+        for save_id, found in metas.items():
+            parts = sent.get(save_id, [])
+            save = self._whole_of(save_id, [*(meta for of_place in found.values() for meta in of_place), *parts])
+            if save is None or (is_emergency(save) and save_id not in entire):
                 continue
-            save = self._whole_of(save_id, [meta for found in by_place.values() for meta in found])
-            if save is not None and is_emergency(save) and save_id not in entire:
+            is_shared = len(self._disks) > 1 and (self._shares or is_emergency(save))
+            if len({*found, *with_loose}) < 2 and not is_shared:
                 continue
-            if save is not None and entire.get(save_id) != save.kinds:
-                there = {path for place in places for path in place.files_of(save)}
+            if entire.get(save_id) != save.kinds:
+                there = {path for at, place in places for path in place.files_of(save, found.get(at, ()))}
                 kinds, lists = loadable(save, [one for one in save.artifacts if names.plain(one.path) not in there])
                 save = save.narrowed(kinds, lists)
-            if save is not None and save.kinds:
-                copies.append(self._copy(ANYWHERE, save, self._origin_of(save, here.get(save_id)), save.kinds))
-                if "mirrors" in by_place:  # every node has committed its part, so the save is committed
-                    heard.append(Heard(save.attempt, frozenset({Voice.NAMED, Voice.COUNTS})))
+            if not save.kinds:
+                continue
+            copy = here.get(save_id)
+            origin = copy.origin if copy is not None else self._origin_of(save, found)
+            copies.append(self._copy(ANYWHERE, save, origin, save.kinds))
+            if parts:  # every node has committed its part, so the save is committed
+                heard.append(Heard(save.attempt, frozenset({Voice.NAMED, Voice.COUNTS})))
         return [Row(ANYWHERE, "anywhere", heard=tuple(heard), copies=tuple(copies))] if copies else []
 
     def _whole_of(self, save_id: str, metas: Sequence[Meta]) -> Meta | None:
@@ -532,16 +542,13 @@ class _Rows:
         best = min(whole, key=lambda meta: (meta.partial, -len(meta.artifacts)))
         return best.narrowed([kind for kind in best.kinds if self._has_all(best, kind)])
 
-    def _origin_of(self, save: Meta, here: Copy | None) -> Origin:
-        """Return how a save got to the disks of this job, whatever is left of it there."""
-        if here is not None:
-            return here.origin
+    def _origin_of(self, save: Meta, found: Mapping[int, Sequence[Meta]]) -> Origin:
+        """Return how a save got to the disks of this job, given the metas there; whatever is left of it."""
         made: set[int] = set()
-        for disk in self._disks:
-            metas = [meta for meta in disk.catalog.metas() if meta.save_id == save.save_id]
-            attempts = disk.attempts.attempts if metas and disk.attempts is not None else ()
+        for at, disk in enumerate(self._disks):
+            attempts = disk.attempts.attempts if at in found and disk.attempts is not None else ()
             listed = {attempt.id: attempt for attempt in attempts}
-            own = [meta for meta in metas if self._origin(disk, meta, listed) is Origin.SAVED_HERE]
+            own = [meta for meta in found.get(at, ()) if self._origin(disk, meta, listed) is Origin.SAVED_HERE]
             made.update(*(_shares_of(meta)[0] for meta in own))
         return Origin.SAVED_HERE if len(made) == _shares_of(save)[1] else Origin.REMOTE
 
