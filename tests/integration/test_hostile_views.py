@@ -13,12 +13,10 @@ from ckptmirror.core.meta_merging import plain
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.core.start.decide import Result
 from ckptmirror.core.start.sharing import Transfer
-from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.start.gather import Asked, View, _pieces, relay
+from ckptmirror.flow.start.gather import View, _pieces, relay
 from ckptmirror.formats.base import LoadTarget
 from ckptmirror.ranks.single import SingleRank
-from ckptmirror.stores import open_store
-from tests.kit.roots import make_mirrored, whole
+from tests.kit.roots import whole
 from tests.kit.saves import digest_of, make_save
 from tests.kit.training import new_state, saved_run
 
@@ -116,20 +114,6 @@ def test_a_file_that_says_that_it_is_huge_takes_no_memory_before_it_is_sent() ->
     buffer = memoryview(bytearray(16))
     assert len(next(_pieces(buffer, 2**62))) == 16
     assert [len(piece) for piece in _pieces(buffer, 40)] == [16, 16, 8]
-
-
-def test_a_meta_on_the_mirror_that_lacks_a_file_of_the_save_is_a_broken_copy(tmp_path: Path) -> None:
-    root, url, (meta,) = make_mirrored(tmp_path, 100, kinds=("dcp",))
-    store = open_store(url)
-    (path,) = (artifact.path for artifact in meta.artifacts if artifact.path.startswith("extra"))
-    (root / path).unlink()
-    view = view_of(root, meta)
-    lacks = view.begin().lacks
-    assert lacks == (path,)
-    few = replace(meta, artifacts=tuple(artifact for artifact in meta.artifacts if artifact.path != path))
-    found = view.fetch(Mirror(url, True, store), few, lacks, Asked())
-    assert (found.result, path in str(found.error)) == (Result.BROKEN, True)
-    store.close()
 
 
 @pytest.fixture
