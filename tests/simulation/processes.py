@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import AttemptFenced, IntegrityError, NoTable, Temporary
@@ -26,6 +27,7 @@ from ckptmirror.flow.retention.rotation import RotationReport, rotate
 from ckptmirror.flow.save.commit import commit_save, free_tag
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import DrainConfirmation, RunClaim, StartOver
+from ckptmirror.flow.start.gather import Gathered, View, ask_mirror
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.resume_policy import Policy
 from ckptmirror.flow.upload.record import upload_claimed
@@ -117,14 +119,34 @@ class Trainer:
             proposal = bringer.next()
             if proposal.meta is None:
                 return proposal
+            found = Gathered()
             try:
+                place, found = self._gather(proposal, proposal.meta) if proposal.gathered else (self.host.root, found)
                 for artifact in proposal.meta.artifacts_of(proposal.kind):
                     if not is_list(artifact.path):  # it is compared when it is read, and may be lost
-                        verify_file(self.host.root / artifact.path, artifact.digest)
+                        verify_file(place / artifact.path, artifact.digest)
             except (IntegrityError, FileNotFoundError) as error:
-                bringer.reject(proposal, str(error), Result.BROKEN)
+                bringer.reject(proposal, str(error), found.result or Result.BROKEN, found.error)
                 continue
             return proposal
+
+    def _gather(self, proposal: Proposal, meta: Meta) -> tuple[Path, Gathered]:
+        """Put a save together that no place has whole; return where, and what hindered it."""
+        view = View(self.host.root, meta, proposal.kind, {0}, (), trusted=proposal.trusted, sends=True)
+        view.begin()
+        view.need(None)
+        lacks = set(view.look().lacks)
+        hindered = Gathered()
+        for url, at_place in proposal.sources:
+            mirror = next(one for one in self.node.mirrors if one.url == url)
+            paths = sorted(lacks & {names.plain(artifact.path) for artifact in at_place.artifacts})
+            asked = ask_mirror(mirror, at_place, paths)
+            found = (
+                view.fetch(mirror, at_place, paths, asked, singly=True) if asked.failed.error is None else asked.failed
+            )
+            lacks -= found.got
+            hindered = found if found.result not in (None, Result.BROKEN) else hindered
+        return view.path, hindered
 
     def _listed(self) -> set[str]:
         """Every attempt that can be known from this host now: of lists, and of metas."""

@@ -28,6 +28,7 @@ class Seen:
         wrong: Of every file that a valid meta names and whose bytes are wrong or gone.
         partial: Valid metas of which something is missing or has another size.
         torn: Of those the saves of which a kind is whole, in that kind alone, by save id.
+        sized: ``(save id, untagged path)`` of every file that a valid meta names and that has its size.
         odd: Names that look like a meta and cannot be read.
     """
 
@@ -37,6 +38,7 @@ class Seen:
     partial: list[Meta] = field(default_factory=list)
     torn: dict[str, Meta] = field(default_factory=dict)
     odd: list[str] = field(default_factory=list)
+    sized: set[tuple[str, str]] = field(default_factory=set)
     attempts: AttemptList | None = None
     list_is_broken: bool = False
 
@@ -121,6 +123,8 @@ def _weigh(world: World, seen: Seen, meta: Meta, found: dict[str, bytes | None])
             if not artifact.path.startswith("tensors_"):  # no load needs it
                 lacking.update(artifact.kinds)
         key = (meta.save_id, names.untagged(artifact.path))
+        if data is not None and len(data) == artifact.digest.size_bytes:
+            seen.sized.add(key)
         if data is not None and data == truth.bytes_of(artifact.path):
             seen.right.add(key)
         else:
@@ -187,11 +191,13 @@ def view_from(world: World, host: Host) -> View:
                     continue  # somebody staged some files of it here, which is not enough to resume from
                 needed = {one for one in paths if not one[1].startswith("tensors_")}  # no load needs it
                 copies.setdefault((save_id, kind), []).append((place, needed <= seen.right))
+    _add_anywhere(world, host, places, answering, copies)
     attempts = attempts_seen(*places.values())
     attempts |= {m.attempt.id: known(m.attempt) for m in disk.every if m.staged_from is None} | attempts
+    told = {m.save_id: m for seen in places.values() for m in seen.every}
     usable = {
-        SeenSave(s.save_id, s.attempt, s.number, s.step, frozenset(k for k in s.kinds if (s.save_id, k) in copies))
-        for s in seen_saves(*places.values())
+        SeenSave(m.save_id, m.attempt.id, m.save_number, m.step, frozenset(k for i, k in copies if i == m.save_id))
+        for m in told.values()
     }
     saves = sorted((save for save in usable if save.kinds), key=lambda save: save.save_id)
     whole = {save.save_id for save in saves}
@@ -223,6 +229,38 @@ def view_from(world: World, host: Host) -> View:
             SeenSave(m.save_id, m.attempt.id, m.save_number, m.step, frozenset(m.kinds)) for m in damaged.values()
         ],
     )
+
+
+def _add_anywhere(
+    world: World,
+    host: Host,
+    places: dict[str, Seen],
+    answering: dict[str, Seen],
+    copies: dict[tuple[str, str], list[tuple[str, bool]]],
+) -> None:
+    """Add the saves of which each file is in some place, if a meta tells all of it; none there has to name the file."""
+    contents = {place.url: {name: data for name, (data, _) in objects_of(place).items()} for place in world.mirrors}
+    for meta in {m.save_id: m for seen in places.values() for m in sorted(seen.every, key=_tells_most)}.values():
+        sized = set().union(*(seen.sized for seen in places.values()))
+        right = set().union(*(seen.right for seen in places.values()))
+        for place, seen in places.items():
+            if any(one.save_id == meta.save_id for one in seen.every):
+                continue
+            for artifact in meta.artifacts:
+                plain, key = names.untagged(artifact.path), (meta.save_id, names.untagged(artifact.path))
+                for name in (plain, names.tagged(plain, meta.save_id)):
+                    data = _read(host.root / name) if place == "disk" else contents[place].get(name)
+                    if data is not None and len(data) == artifact.digest.size_bytes:
+                        sized.add(key)
+                        right |= {key} if data == world.truth[meta.save_id].bytes_of(artifact.path) else set()
+        for kind in meta.kinds:
+            needed = {one for one in _paths(meta, kind) if not one[1].startswith("tensors_")}
+            if needed <= sized and _needed(world, answering, meta, kind) <= _paths(meta, kind):
+                copies.setdefault((meta.save_id, kind), []).append(("anywhere", needed <= right))
+
+
+def _tells_most(meta: Meta) -> tuple[bool, int]:
+    return not meta.partial, len(meta.artifacts)
 
 
 def _is_taken(attempt: KnownAttempt, completed: set[str], answering: dict[str, Seen]) -> bool:
