@@ -150,14 +150,17 @@ def test_an_object_replaced_meanwhile_is_never_mixed_in(place: Place) -> None:
     place.save(200, ("model",), sizes={"model_000200.pt": 12 * MIB})
     replaced = threading.Event()
 
+    def wait_for_it(name: str, offset: int) -> None:
+        assert offset == 0 or replaced.wait(60), name
+
     def replace_it(name: str, offset: int, buffer: memoryview) -> None:
-        if not replaced.is_set():
-            replaced.set()
+        if offset == 0 and name == "model_000200.pt":
             info = place.spy._store.stat(name)
             assert info is not None
             place.spy._store.delete(name, generation=info.generation)
+            replaced.set()
 
-    place.spy.after = replace_it
+    place.spy.before, place.spy.after = wait_for_it, replace_it
     with pytest.raises(CheckpointNotFound) as raised:
         stage_checkpoint_step(place.mirror, step=200, dest=place.dest)
     assert raised.value.exit_code == 3
