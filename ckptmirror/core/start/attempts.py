@@ -11,9 +11,9 @@ An attempt *fences* from its claim, and *counts* from its first committed save. 
    that had to take its claim lists it, or this root saw that they all did; while one of them is silent, the attempt is
    *doubtful*. If a mirror was required then, one of these roots' that no mirror lists does not count: it failed.
 4. Other attempts can count as well: first those whose save this root's table recorded on a mirror that is now silent,
-   since they counted there; then those whose saves exist only on this disk, and then in the persistent directory. Of
-   each, the newest is added first, since it knew the older ones and may have left them behind, and only if it is a
-   fast-forward of what counts so far. The rest *ran apart*.
+   since they counted there; then those whose saves exist only on this disk, or whose parts do that no mirror has, and
+   then in the persistent directory. Of each, the newest is added first, since it knew the older ones and may have left
+   them behind, and only if it is a fast-forward of what counts so far. The rest *ran apart*.
 5. A *rival* is an attempt of another root that any place has heard of, newer than this root's newest attempt on the way
    that has a committed save on a mirror, as shown by an answering mirror or by this root's table.
 6. A commit on a mirror must be a fast-forward over all answering mirrors, otherwise the attempt is fenced. An attempt
@@ -115,7 +115,7 @@ def count(evidence: Evidence, *, mirrors_only: bool = False) -> Counted:
         uploaded = _ids(evidence.disk, Voice.UPLOADED)
         theirs = (uploaded | {one for row in here for one in _ids(row, Voice.COUNTS)}) & known.keys() - counting
         mine = facts_of_rows(here)
-        on_disk = _ids(evidence.disk, Voice.COUNTS)
+        on_disk = {one for row in here if row.sort != "persistent" for one in _ids(row, Voice.COUNTS)}
         newest_first = sorted((known[one] for one in theirs), key=_age, reverse=True)
         for attempt in sorted(newest_first, key=lambda one: (one.id not in uploaded, one.id not in on_disk)):
             if is_fast_forward(list(known.values()), saves, counting, attempt.id):

@@ -518,14 +518,13 @@ class _Rows:
                 there = {path for at, place in places for path in place.files_of(save, found.get(at, ()))}
                 kinds, lists = loadable(save, [one for one in save.artifacts if names.plain(one.path) not in there])
                 save = save.narrowed(kinds, lists)
-            if not save.kinds:
-                continue
-            copy = here.get(save_id)
-            origin = copy.origin if copy is not None else self._origin_of(save, found)
-            copies.append(self._copy(ANYWHERE, save, origin, save.kinds))
             if parts:  # every node has committed its part, so the save is committed
                 heard.append(Heard(save.attempt, frozenset({Voice.NAMED, Voice.COUNTS})))
-        return [Row(ANYWHERE, "anywhere", heard=tuple(heard), copies=tuple(copies))] if copies else []
+            if save.kinds:
+                copy = here.get(save_id)
+                origin = copy.origin if copy is not None else self._origin_of(save, found)
+                copies.append(self._copy(ANYWHERE, save, origin, save.kinds))
+        return [Row(ANYWHERE, "anywhere", heard=tuple(heard), copies=tuple(copies))] if copies or heard else []
 
     def _whole_of(self, save_id: str, metas: Sequence[Meta]) -> Meta | None:
         """Return the meta of a whole save, from those that places have of it; None if they do not tell all of it.

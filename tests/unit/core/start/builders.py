@@ -187,9 +187,11 @@ def kept(*saves: Saved, damaged: Iterable[tuple[Problem, Attempt]] = (), run: st
     return _row(KEPT, "persistent", None, holds, damaged, {}, counts, run_id=run)
 
 
-def together(*saves: Saved, origin: Origin = Origin.REMOTE) -> Row:
-    """Return the row of what all places have together."""
-    return Row(ANYWHERE, "anywhere", copies=tuple(Copy(save.facts, origin, world_size=save.ranks) for save in saves))
+def together(*saves: Saved, origin: Origin = Origin.REMOTE, committed: Iterable[By] = ()) -> Row:
+    """Return the row of what all places have together; ``committed``: whose saves parts on disks and mirrors show."""
+    heard = tuple(Heard(one.attempt, frozenset({Voice.NAMED, Voice.COUNTS})) for one in committed)
+    copies = tuple(Copy(save.facts, origin, world_size=save.ranks) for save in saves)
+    return Row(ANYWHERE, "anywhere", heard=heard, copies=copies)
 
 
 def silent(place: str, why: str = "503", **more: object) -> Row:

@@ -47,6 +47,7 @@ first, second, third = a.save(200, *BOTH, number=1), a.save(200, *BOTH, number=2
 left = a.save(250, "emergency")
 by_two = replace(left, ranks=2)
 c = by("c", 1, after=a100, person=True, needs=(M,))
+older, newer = by("older", 1, after=a100), by("newer", 2, after=a100)
 c150 = c.save(150)
 unreadable = broken(a200, "Input/output error", hindrance="unreadable")
 
@@ -446,6 +447,15 @@ SNAPSHOTS = [
         "what this root made is put together from its disks while the mirror is silent",
         [disk([a], saved=[a100], damaged=[broken(a200)]), silent(M), together(a200, origin=Origin.SAVED_HERE)],
         tries(a200, ANYWHERE, says="does not answer"),
+    ),
+    Case(
+        "of two attempts that no mirror has a save of the newer counts, though some of its parts are on a mirror alone",
+        [
+            disk([a, older, newer], saved=[older.save(200)]),
+            mirror(M, [a, newer], [a100]),
+            together(newer.save(300), committed=[newer]),
+        ],
+        tries(newer.save(300), ANYWHERE),
     ),
     Case(
         "and what another made is not",
