@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from ckptmirror import CheckpointManager
 from ckptmirror.core import names
-from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.core.errors import DeadlinePassed, StoreTemporary
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.start import leader
 from ckptmirror.flow.start.disk_facts import look_at_disk
@@ -21,7 +22,7 @@ from ckptmirror.stores.file import FileStore
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.training import same
-from tests.nodes.jobs import Found, Job, expect, take_part
+from tests.nodes.jobs import WAIT_S, Found, Job, built, expect, take_part
 
 pytestmark = pytest.mark.long
 
@@ -150,6 +151,8 @@ def test_what_a_lost_node_had_sent_is_put_together_with_what_another_has_not_sen
         (tmp_path / "mirror" / name).unlink()
     (part,) = (tmp_path / "mirror" / "parts").glob("meta_000002-*.part00001-of-00002.json")
     part.unlink()
+    for told in Job(tmp_path, nodes, kinds=("dcp",)).run(close_with_a_slow_link):
+        assert "are not verified on their mirrors" in told
     again = Job(tmp_path, nodes, (3,), kinds=("dcp",)).run()
     expect(again, STEP, "anywhere", first[0])
     assert run("drain", "--root", tmp_path / "a").returncode == 0
@@ -219,3 +222,22 @@ def resume_under_one_name(rank: int, job: Job) -> Found:
 
     leader.look_at_disk = look
     return take_part(rank, job)
+
+
+def close_with_a_slow_link(rank: int, job: Job) -> str:
+    """Start, and end at once, while nothing of the step can be sent; return the error of a node that has something."""
+    upload = FileStore.upload
+
+    def slow(store: FileStore, given: Any) -> Any:
+        if "000002" in given.name:
+            raise StoreTemporary("the link is slow today")
+        return upload(store, given)
+
+    FileStore.upload = slow  # type: ignore[method-assign]
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], kinds=job.kinds, timeout_s=WAIT_S)
+    manager.resume(built(job.wrapped))
+    try:
+        manager.close(timeout_s=3.0)
+    except DeadlinePassed as error:
+        return error.message
+    return "" if job.nodes[rank] == "a" else "are not verified on their mirrors, but elsewhere"

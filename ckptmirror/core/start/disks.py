@@ -100,7 +100,8 @@ class Torn:
     """The saves of which disks of this job have parts, and no disk of this job has the rest, by id.
 
     Attributes:
-        all: All of them. A disk that has the rest may come back.
+        all: All of them, but those of the lineage that wait for this job alone, since a required mirror has the rest. A
+            disk that has the rest may come back.
         behind: Those that no place has whole, and that an attempt leaves behind: once it has committed a save on every
             required mirror, nobody continues from these any more.
         cannot_be_on: Mirrors where one cannot become whole any more. A required mirror has it; these were added since,
@@ -129,11 +130,20 @@ def torn(evidence: Evidence, attempt: Attempt) -> Torn:
     nowhere = [one for one in _whole_nowhere(evidence) if one.kinds != ("emergency",)]
     standing = lineage(known.values(), [*counted.saves, *nowhere], counting).standing_by_save()
     whole = {copy.save.save_id for copy in evidence.disk.copies}
+    alone = _parts_alone(evidence)
+    current = [save_id for save_id in alone if standing.get(save_id) == "current"]
+    ours = {save_id for save_id in current if _waits_for_disks_alone(evidence, alone[save_id])}
     return Torn(
-        frozenset(part.save.save_id for part in evidence.disk.parts) - whole,
+        frozenset(part.save.save_id for part in evidence.disk.parts) - whole - ours,
         frozenset(one.save_id for one in nowhere if standing[one.save_id] == "superseded"),
         _cannot_be_on(evidence, [*counted.saves, *nowhere], known.values(), counting),
     )
+
+
+def _waits_for_disks_alone(evidence: Evidence, parts: Sequence[Part]) -> bool:
+    """Whether a required mirror has all parts of a save that no disk of this job has."""
+    rows = [row for row in evidence.mirrors() if row.answers and row.required]
+    return not _is_snapshot(parts) and any(not _lacks_share(parts, row.parts_here) for row in rows)
 
 
 def _cannot_be_on(

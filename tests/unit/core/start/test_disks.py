@@ -18,6 +18,7 @@ from ckptmirror.core.start.attempts import may_drain
 from ckptmirror.core.start.decide import Try, Wish, next_move
 from ckptmirror.core.start.disks import Torn, identity_of, never_whole, one_disk, seen_by_its_job, torn
 from ckptmirror.core.start.evidence import (
+    ANYWHERE,
     DISK,
     Copy,
     Evidence,
@@ -306,3 +307,18 @@ def test_a_mirror_that_has_a_later_save_of_the_lineage_does_not_wait_for_what_no
     ):
         attempt = Attempt("next", 9, ref(parent), root="now")
         assert torn(Evidence((here, mirror, place(BOTH[1], [A])), "now"), attempt).cannot_be_on == cannot
+
+
+def test_a_save_of_the_lineage_of_which_a_mirror_has_the_rest_is_waited_for() -> None:
+    here = one_disk([disk(part(ONE, 0)), disk()])
+    there = replace(place(BOTH[0], [A], []), parts_here=((ONE.save_id[:8], 1),))
+    anywhere = Row(ANYWHERE, "anywhere", copies=(Copy(ONE, Origin.REMOTE),))
+    cases: list[tuple[Row, SaveFacts | None, set[str]]] = [
+        (there, ONE, set()),
+        (replace(there, required=False), ONE, {ONE.save_id}),
+        (place(BOTH[0], [A], []), ONE, {ONE.save_id}),
+        (there, None, {ONE.save_id}),  # a person started over
+    ]
+    for mirror, parent, all_torn in cases:
+        attempt = Attempt("next", 9, ref(parent) if parent is not None else None, root="now")
+        assert torn(Evidence((here, mirror, anywhere), "now"), attempt).all == all_torn
