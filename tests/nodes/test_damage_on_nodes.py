@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import shutil
@@ -22,7 +23,7 @@ from ckptmirror.stores.file import FileStore
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit
 from tests.kit.training import same
-from tests.nodes.jobs import WAIT_S, Found, Job, built, expect, take_part
+from tests.nodes.jobs import WAIT_S, Found, Job, built, expect, take_part, whole
 
 pytestmark = pytest.mark.long
 
@@ -133,9 +134,21 @@ def test_a_copy_that_was_staged_for_evaluation_does_not_tell_what_the_save_has(n
         run("stage", "--mirror", job.url, "--step", STEP, "--kind", "model", "--dest", tmp_path / "b").returncode == 0
     )
     (tmp_path / "mirror" / "meta_000002.json").unlink()
-    found = Job(tmp_path, nodes).run()
+    found = Job(tmp_path, nodes).run(begin)
     assert [(one.step, one.place, one.extra) for one in found] == [(1, job.url, {"seen": (0, 1)})] * len(nodes)
     assert same(found[0].began, first[0].saved[1])
+
+
+def begin(rank: int, job: Job) -> Found:
+    """Resume, and end without waiting for anything."""
+    state = built(job.wrapped)
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], kinds=job.kinds, timeout_s=WAIT_S)
+    info = manager.resume(state)
+    assert info is not None
+    found = Found(info.step, info.place, whole(state), state.extra, "")
+    with contextlib.suppress(DeadlinePassed):
+        manager.close(timeout_s=0.0)
+    return found
 
 
 @pytest.mark.parametrize("nodes", ["ac", "a", "ca"])

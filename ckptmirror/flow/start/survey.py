@@ -532,14 +532,20 @@ class _Rows:
         A copy that was staged for evaluation tells of its own files alone.
         """
         whole = [meta for meta in metas if meta.is_whole]
-        if not whole:
-            if (merged := self._found.get((save_id, DISK))) is not None:
-                return merged
+        if complete := [meta for meta in whole if not meta.partial]:
+            return max(complete, key=lambda meta: len(meta.artifacts))
+        merged = self._found.get((save_id, DISK))
+        if merged is not None and not merged.partial:
+            return merged
+        if parts := [meta for meta in metas if not meta.is_whole]:
             with contextlib.suppress(BrokenMeta):
-                return _merged(metas)
+                merged = _merged(parts)
+                if merged is not None:
+                    return merged
+        staged = max(whole, key=lambda meta: len(meta.artifacts), default=None)
+        if staged is None:
             return None
-        best = min(whole, key=lambda meta: (meta.partial, -len(meta.artifacts)))
-        return best.narrowed([kind for kind in best.kinds if self._has_all(best, kind)])
+        return staged.narrowed([kind for kind in staged.kinds if self._has_all(staged, kind)])
 
     def _origin_of(self, save: Meta, found: Mapping[int, Sequence[Meta]]) -> Origin:
         """Return how a save got to the disks of this job, given the metas there; whatever is left of it."""

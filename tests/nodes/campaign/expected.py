@@ -6,7 +6,7 @@ Rules:
 * While a mirror is silent a start may always wait. What it continues from must be the newest all the same, but where no
   mirror answers: then it is the newest of its own disks, and a branch may begin (docs/adr/0004).
 * A start over by a person that goes on where such a start has saved since is the same command, started again.
-* The persistent directory is one more disk of every job.
+* The persistent directory is one more disk of every job. So is a mirror, for parts of saves of which disks have others.
 * An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
 
@@ -53,6 +53,8 @@ def view_of(world: World, nodes: Iterable[str], *, mirrors: bool) -> View:
     disks = [look_at_disk(world, path) for path in [*(world.root(node) for node in sorted(set(nodes))), world.kept]]
     there = [look_at_mirror(world, mirror.url, mirror.objects()) for mirror in world.mirrors] if mirrors else []
     disk = together(disks)
+    here = {meta.save_id for meta in disk.metas if meta.staged_from is None}
+    disk.shares += [share for place in there for share in place.parts if share.meta.save_id in here]
     places = [disk, *there]
     attempts = _attempts([*disks, *there])
     kinds: dict[str, set[str]] = {}
