@@ -141,9 +141,11 @@ def torn(evidence: Evidence, attempt: Attempt) -> Torn:
 
 
 def _waits_for_disks_alone(evidence: Evidence, parts: Sequence[Part]) -> bool:
-    """Whether a required mirror has all parts of a save that no disk of this job has."""
+    """Whether a required mirror has all parts of a save that no disk of this job has, and no meta of the whole yet."""
+    save_id = parts[0].save.save_id
     rows = [row for row in evidence.mirrors() if row.answers and row.required]
-    return not _is_snapshot(parts) and any(not _lacks_share(parts, row.parts_here) for row in rows)
+    waiting = [row for row in rows if all(one.save_id != save_id for one in row.problems)]
+    return not _is_snapshot(parts) and any(not _lacks_share(parts, row.parts_here) for row in waiting)
 
 
 def _cannot_be_on(
