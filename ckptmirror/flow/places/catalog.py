@@ -56,7 +56,6 @@ __all__ = [
     "listed_among",
     "local_catalog",
     "mirror_catalog",
-    "own_names",
     "part_word",
     "read_mirror_meta",
     "rebuild_attempts",
@@ -141,7 +140,7 @@ class Catalog:
     def _loose_files_of(self, save: Meta) -> dict[str, Artifact]:
         found = {}
         for artifact in save.artifacts if self.loose else ():
-            for path in own_names(artifact.path, save.save_id):
+            for path in _own_names(artifact.path, save.save_id):
                 if self.loose.get(path) == artifact.digest.size_bytes:
                     found[names.plain(path)] = replace(artifact, path=path, object=None)
         return found
@@ -193,7 +192,7 @@ class Catalog:
         return lineage(known, saves, {meta.attempt.id for meta in self.metas()} | decided)
 
 
-def own_names(path: str, save_id: str) -> tuple[str, str]:
+def _own_names(path: str, save_id: str) -> tuple[str, str]:
     """Return the names that a file of a save may have in a place: without the save's tag, and with it."""
     return names.untagged(path), names.tagged(names.untagged(path), save_id)
 
