@@ -10,14 +10,14 @@ Rules:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ckptmirror.core.model import Attempt, AttemptList, Requirement
 from ckptmirror.core.start import attempts as rules
 from ckptmirror.core.start import decide, disks
 from ckptmirror.core.start.decide import Outcome, Refuse, Result, Try, Wish
 from ckptmirror.core.start.disks import identity_of
-from ckptmirror.core.start.evidence import DISK, Copy, Origin
+from ckptmirror.core.start.evidence import ANYWHERE, DISK, Copy, Evidence, Origin
 from ckptmirror.core.start.lineage import SaveFacts, merge_requirements, removal
 from tests.simulation.small_uploads import Uploads, left_by, root_of
 from tests.simulation.small_world import (
@@ -35,13 +35,16 @@ from tests.simulation.small_world import (
     Step,
     World,
     a_save,
+    evidence_of_start,
     ids_of,
     in_order,
     list_of,
     named,
     part_name,
+    part_of,
     put_at,
     put_disk,
+    put_together,
     ref_of,
     restored,
     step_of,
@@ -61,10 +64,13 @@ class Histories(Uploads):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         kept = functools.cache
+        self._start_evidence: Callable[[Sight], Evidence] = kept(evidence_of_start)
         self._choice = kept(self._ask_for_choice)
-        self._given_up = kept(lambda sight: frozenset(one.save_id for one in disks.never_whole(self._evidence(sight))))
-        self._heard = kept(lambda sight: frozenset(rules.count(self._evidence(sight)).heard))
-        self._run_of = kept(lambda sight: decide.run_of(self._evidence(sight)))
+        self._given_up = kept(
+            lambda sight: frozenset(one.save_id for one in disks.never_whole(self._start_evidence(sight)))
+        )
+        self._heard = kept(lambda sight: frozenset(rules.count(self._start_evidence(sight)).heard))
+        self._run_of = kept(lambda sight: decide.run_of(self._start_evidence(sight)))
         self._claimed = kept(self._write_root_list)
         self._settled = kept(self._drain_everything)
         self._at_rest = kept(self._judge_rest)
@@ -194,26 +200,37 @@ class Histories(Uploads):
         if state.decided:  # the same command, started again
             back_to = _listed(state)[state.decided].parent
             again = Wish(back_to.step) if back_to is not None else START_OVER
-            settled, _ = decide.settled(self._evidence(sight), again)
+            settled, _ = decide.settled(self._start_evidence(sight), again)
             wishes += [settled] if not settled.is_auto else []
         return wishes
 
     def _steps_of_lineage(self, sight: Sight) -> tuple[int, ...]:
-        return rules.count(self._evidence(sight)).order.steps()
+        return rules.count(self._start_evidence(sight)).order.steps()
 
     def _ask_for_choice(self, sight: Sight, wish: Wish) -> Choice | None:
         tried: list[Outcome] = []
         while True:
-            move = decide.next_move(self._evidence(sight), wish, tried)
+            move = decide.next_move(self._start_evidence(sight), wish, tried)
             if isinstance(move, Refuse):
                 return None
             if isinstance(move, decide.Scratch):
                 return Choice(None, True, move.by_person)
             assert isinstance(move, Try), move
-            if move.place == DISK and not all(self._votes(sight, move.save)):
+            if not self._is_right(sight, move.save, move.place):
                 tried.append(Outcome(move.save.save_id, move.kind, move.place, Result.BROKEN, "rotten"))
                 continue
             return Choice(move.save, move.needs_all, move.by_person, move.place)
+
+    def _is_right(self, sight: Sight, save: SaveFacts, place: str) -> bool:
+        """Whether what a start brings from a place has every right byte."""
+        if place not in (DISK, ANYWHERE) or all(self._votes(sight, save)):
+            return True
+        if place == DISK:
+            return False
+        parts = [(disk, part) for disk in sight.disks if (part := part_of(disk, save)) is not None]
+        whole = {share for disk, part in parts if save.save_id not in disk.rotten for share in part.shares}
+        whole |= {share for mirror in sight.mirrors if mirror for one, share in mirror.files if one == save.save_id}
+        return whole.issuperset(share for _, part in parts for share in part.shares)
 
     def _votes(self, sight: Sight, save: SaveFacts) -> list[bool]:
         """Each node's vote on a save that it reads from its disk."""
@@ -226,7 +243,7 @@ class Histories(Uploads):
         known = {one.id: one for place in (*sight.disks, *sight.mirrors) if place is not None for one in place.listed}
         if any(one.by_person and one.parent == ref_of(parent) for one in known.values()):
             return "a start goes back by itself a second time to one save"
-        order = rules.count(self._evidence(sight)).order.in_order()
+        order = rules.count(self._start_evidence(sight)).order.in_order()
         if parent.step + 1 != order[-1].step:
             return "a start goes back by itself by more than one step"
         left = ref_of(order[-1])
@@ -248,7 +265,7 @@ class Histories(Uploads):
         if choice.by_person or state.removed:
             return ""
         if self._leaves_newer_behind(state, sight, choice):
-            return "a start leaves the saves of a newer attempt behind"
+            return "a start leaves a newer save behind"
         if choice.parent is None:
             return "a start at step 0 although a save stands on a mirror" if self._standing(state.mirrors) else ""
         if state.decided and self._answering(state):
@@ -265,7 +282,7 @@ class Histories(Uploads):
         return ""
 
     def _leaves_newer_behind(self, state: State, sight: Sight, choice: Choice) -> bool:
-        """Whether a start that sees all mirrors passes over the newest attempt, which nothing there speaks against."""
+        """Whether a start that sees all mirrors passes over the newest save, which nothing there speaks against."""
         seen = [mirror for index, mirror in enumerate(sight.mirrors) if index in self._answering(state)]
         if (
             state.decided
@@ -274,19 +291,20 @@ class Histories(Uploads):
         ):
             return False
         known = {one.id: one for place in (*sight.disks, *seen) if place is not None for one in place.listed}
-        saves = self._whole_saves(sight.disks) | {
-            save for mirror in seen if mirror is not None for save in mirror.saves
+        saves = {save for mirror in seen if mirror is not None for save in mirror.saves}
+        saves |= self._whole_saves(sight.disks) | {
+            save for save in put_together(sight) if self._is_right(sight, save, ANYWHERE)
         }
         saves = {save for save in saves if save.attempt in known}
         if not saves:
             return False
-        at = newest = max((known[save.attempt] for save in saves), key=lambda one: (one.number, one.id))
-        last = {newest.id: 99}
+        newest = max(saves, key=lambda save: (known[save.attempt].number, save.attempt, save.number))
+        at, last = known[newest.attempt], {newest.attempt: 99}
         while at.parent is not None and at.parent.attempt in known:
             last[at.parent.attempt] = at.parent.number
             at = known[at.parent.attempt]
         is_ahead = all(save.number <= last.get(save.attempt, 0) for save in self._standing(state.mirrors))
-        return is_ahead and (choice.parent is None or choice.parent.attempt != newest.id)
+        return is_ahead and choice.parent != newest
 
     def _acts(self, state: State, actor: Actor) -> Iterator[Step]:
         if actor.phase == "chose":
@@ -358,7 +376,7 @@ class Histories(Uploads):
         assert actor.run is not None
         parent = ref_of(choice.parent) if choice.parent is not None else None
         entry = Attempt(actor.attempt, 0, parent, by_person=choice.by_person)
-        claim = rules.claim_from(self._evidence(sight), entry, actor.run, needs_all=choice.needs_all)
+        claim = rules.claim_from(self._start_evidence(sight), entry, actor.run, needs_all=choice.needs_all)
         copies = disk.copies
         if len(sight.disks) == 1 and choice.place not in ("", DISK):
             assert choice.parent is not None

@@ -19,7 +19,19 @@ from ckptmirror.core.model import Artifact, Attempt, AttemptList, Digest, Meta, 
 from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Wish
 from ckptmirror.core.start.disks import one_disk
-from ckptmirror.core.start.evidence import DISK, Copy, Evidence, Heard, ListFound, Origin, Part, Problem, Row, Voice
+from ckptmirror.core.start.evidence import (
+    ANYWHERE,
+    DISK,
+    Copy,
+    Evidence,
+    Heard,
+    ListFound,
+    Origin,
+    Part,
+    Problem,
+    Row,
+    Voice,
+)
 from ckptmirror.core.start.lineage import SaveFacts
 
 URLS = ("A", "B")
@@ -265,6 +277,33 @@ def evidence_of(sight: Sight) -> Evidence:
             reach = Reach.SILENT if required else Reach.DROPPED
             rows.append(Row(url, "mirror", reach, required=required, was_required=was_required))
     return Evidence(tuple(rows), sight.root)
+
+
+def evidence_of_start(sight: Sight) -> Evidence:
+    """What the survey of a start would find: it knows what all places have together, parts on mirrors among that."""
+    evidence = evidence_of(sight)
+    known = {one.id: one for disk in sight.disks for one in disk.listed}
+    on_disks = {copy.save.save_id: copy for copy in evidence.disk.copies}
+    copies, heard = [], []
+    for save in sorted(put_together(sight), key=lambda save: save.save_id):
+        copies.append(on_disks.get(save.save_id, Copy(save, Origin.REMOTE)))
+        if not any(copy.save == save for row in evidence.answering() for copy in row.copies):
+            heard.append(Heard(known[save.attempt], frozenset({Voice.NAMED, Voice.COUNTS})))
+    row = Row(ANYWHERE, "anywhere", heard=tuple(heard), copies=tuple(copies))
+    return replace(evidence, rows=(*evidence.rows, row)) if copies else evidence
+
+
+def put_together(sight: Sight) -> set[SaveFacts]:
+    """The saves that disks have parts of, and that are whole on these disks together with the mirrors that answer."""
+    there = [mirror for mirror in sight.mirrors if mirror is not None]
+    shares: dict[SaveFacts, set[int]] = {}
+    wanted: dict[SaveFacts, int] = {}
+    for part in (part for disk in sight.disks for part in disk.parts):
+        wanted[part.save] = part.of
+        sent = {share for mirror in there for _, save, share in mirror.parts if save == part.save}
+        shares.setdefault(part.save, set()).update(part.shares, sent)
+    committed = {save for mirror in there for save in mirror.saves}
+    return {save for save, of in wanted.items() if save in committed or len(shares[save]) == of}
 
 
 @functools.cache

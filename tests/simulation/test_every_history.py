@@ -156,7 +156,7 @@ def _leader_alone(roots: Any) -> Any:
 
 
 def _first_disk(right: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda rows: right(rows[:1])
+    return lambda sight: right(sight._replace(disks=sight.disks[:1]))
 
 
 def _any_part_is_all(found: Any, kind: Any = None) -> list[int]:
@@ -165,6 +165,21 @@ def _any_part_is_all(found: Any, kind: Any = None) -> list[int]:
 
 def _given_up_at_once(evidence: Any) -> Any:
     return [part.save for part in evidence.disk.parts]
+
+
+def _reads_no_parts(right: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda sight: right(
+        sight._replace(mirrors=tuple(one and one._replace(parts=frozenset()) for one in sight.mirrors))
+    )
+
+
+def _does_not_count(right: Callable[..., Any]) -> Callable[..., Any]:
+    def evidence_of_start(sight: Any) -> Any:
+        found = right(sight)
+        rows = [replace(row, heard=()) if row.sort == "anywhere" else row for row in found.rows]
+        return replace(found, rows=tuple(rows))
+
+    return evidence_of_start
 
 
 def _ends_are_deaths(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +229,10 @@ PLANTED: dict[str, tuple[World, list[Planted]]] = {
     ),
     "the parts of a job that was replaced count": (APART, [(attempts, "may_commit", _may)]),
     "a vote without one node": (replace(TORN, rots=True), [(Histories, "_votes", _without_the_last(Histories._votes))]),
-    "a start without one node's disk": (TORN, [(small_world, "one_disk", _first_disk(disks.one_disk))]),
+    "a start without one node's disk": (
+        TORN,
+        [(small_histories, "evidence_of_start", _first_disk(small_world.evidence_of_start))],
+    ),
     "the identity of one root is that of all": (
         replace(ON_TWO, jobs=SPARE),
         [(place, "identity_of", _leader_alone) for place in (small_histories, small_uploads)],
@@ -234,6 +252,14 @@ PLANTED: dict[str, tuple[World, list[Planted]]] = {
     "a number of which a removal knows is given again": (
         replace(SHORT, outages=False, reconfigures=True, forgets=True, last_step=2),
         [(attempts, "next_number", lambda listed: max((one.number for one in listed.attempts), default=-1) + 1)],
+    ),
+    "a start reads no part on a mirror": (
+        replace(TORN, jobs=SPARE),
+        [(small_histories, "evidence_of_start", _reads_no_parts(small_world.evidence_of_start))],
+    ),
+    "an attempt of which a part is on a mirror does not count": (
+        replace(TORN, jobs=SPARE),
+        [(small_histories, "evidence_of_start", _does_not_count(small_world.evidence_of_start))],
     ),
     "one part is the whole save": (TORN, [(disks, "_absent", _any_part_is_all)]),
     "a part is given up although another disk may have the rest": (

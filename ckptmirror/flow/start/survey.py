@@ -21,7 +21,7 @@ from functools import cached_property, partial
 from ckptmirror.core import names
 from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.meta_merging import check_same_save, merge_copies, merge_emergency, merge_parts
+from ckptmirror.core.meta_merging import merge_copies
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta, top_names
 from ckptmirror.core.problems import Explained, facts_of, unexplained
 from ckptmirror.core.problems import Problem as FoundProblem
@@ -42,7 +42,8 @@ from ckptmirror.core.start.evidence import (
     Voice,
 )
 from ckptmirror.core.start.lineage import attempts_of_metas
-from ckptmirror.core.tensor_lists import is_list, loadable, lost_lists
+from ckptmirror.core.start.together import has_all, joined, shares_of, told_by
+from ckptmirror.core.tensor_lists import loadable, lost_lists
 from ckptmirror.core.uncommitted import parts_there
 from ckptmirror.flow.places.attempt_lists import diverged_there, read_mirror_attempts
 from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
@@ -244,7 +245,7 @@ class _Rows:
         wrong: dict[str, str] = {}
         for save_id, parts in metas.items():
             try:
-                if (whole := _merged(parts)) is not None:
+                if (whole := joined(parts)) is not None:
                     self._found[(save_id, DISK)] = whole  # also where a disk has a copy
             except BrokenMeta as error:
                 wrong[save_id] = str(error)
@@ -276,7 +277,7 @@ class _Rows:
         listed = {attempt.id: attempt for attempt in disk.attempts.attempts} if disk.attempts is not None else {}
         copies, lacking = [], []
         for meta in self._of_run(catalog.saves.values(), run_id):
-            kinds = tuple(kind for kind in meta.kinds if self._has_all(meta, kind))
+            kinds = tuple(kind for kind in meta.kinds if has_all(meta, kind, self._on_mirrors(meta.save_id)))
             if kinds:
                 origin = self._origin(disk, meta, listed)
                 copies.append(self._copy(DISK, meta, origin, kinds, meta.save_id == disk.bringing))
@@ -330,7 +331,7 @@ class _Rows:
             if meta is None or not _is_part(problem, run_id):
                 continue
             kinds = catalog.parts[meta.save_id].kinds if meta.save_id in catalog.parts else ()
-            shares, of = _shares_of(meta)
+            shares, of = shares_of(meta)
             whole = Part(
                 facts_of(meta),
                 kinds,
@@ -345,7 +346,7 @@ class _Rows:
             if not is_emergency(meta) or kinds:
                 yield whole
                 continue
-            good = _shares_of(_whole_part(catalog, meta))[0]  # of each rank alone
+            good = shares_of(_whole_part(catalog, meta))[0]  # of each rank alone
             if good:
                 yield replace(whole, kinds=meta.kinds, shares=good, why="")
             yield replace(whole, shares=tuple(share for share in shares if share not in good))
@@ -357,20 +358,8 @@ class _Rows:
         ours = made_by == self._identity.id if made_by else disk.identity.is_first
         return Origin.SAVED_HERE if ours else Origin.COPIED
 
-    def _has_all(self, meta: Meta, kind: Kind) -> bool:
-        """Whether a local copy has every file that a resume from this kind reads."""
-        if not meta.partial or meta.staged_from is None:
-            return True
-        mine = {names.untagged(artifact.path) for artifact in meta.artifacts_of(kind)}
-        copies = [c.saves[meta.save_id] for c in self._remote if meta.save_id in c.saves]
-        if elsewhere := [copy for copy in copies if kind in copy.kinds]:
-            needs = [[one.path for one in copy.artifacts_of(kind) if not is_list(one.path)] for copy in elsewhere]
-            return all({names.untagged(path) for path in paths} <= mine for paths in needs)
-        name = names.SaveName(meta.step)
-        needs_optim = kind == "model"
-        if meta.world_size > len(mine) or (needs_optim and name.optim(0) not in mine):
-            return False
-        return all(name.extra(rank) in mine for rank in range(meta.world_size))
+    def _on_mirrors(self, save_id: str) -> list[Meta]:
+        return [catalog.saves[save_id] for catalog in self._remote if save_id in catalog.saves]
 
     def _gone(self, disk: DiskFacts) -> list[Problem]:
         """Return the saves that the table records as committed, but of which no answering place has anything left."""
@@ -480,7 +469,7 @@ class _Rows:
         )  # ranks that found no agreed name may have chosen two: then none is copied back
         found = [place.whole_ranks(one) for place, one in metas if top_names(one.artifacts) == name]
         with contextlib.suppress(BrokenMeta):
-            return _merged(found)
+            return joined(found)
         return None
 
     # -- all places together ---------------------------------------------------------------------------------
@@ -508,7 +497,8 @@ class _Rows:
         copies, heard = [], []
         for save_id, found in metas.items():
             parts = sent.get(save_id, [])
-            save = self._whole_of(save_id, [*(meta for of_place in found.values() for meta in of_place), *parts])
+            of_places = [*(meta for of_place in found.values() for meta in of_place), *parts]
+            save = told_by(of_places, self._found.get((save_id, DISK)), self._on_mirrors(save_id))
             if save is None or (is_emergency(save) and save_id not in entire):
                 continue
             is_shared = len(self._disks) > 1 and (self._shares or is_emergency(save))
@@ -526,27 +516,6 @@ class _Rows:
                 copies.append(self._copy(ANYWHERE, save, origin, save.kinds))
         return [Row(ANYWHERE, "anywhere", heard=tuple(heard), copies=tuple(copies))] if copies or heard else []
 
-    def _whole_of(self, save_id: str, metas: Sequence[Meta]) -> Meta | None:
-        """Return the meta of a whole save, from those that places have of it; None if they do not tell all of it.
-
-        A copy that was staged for evaluation tells of its own files alone.
-        """
-        whole = [meta for meta in metas if meta.is_whole]
-        if complete := [meta for meta in whole if not meta.partial]:
-            return max(complete, key=lambda meta: len(meta.artifacts))
-        merged = self._found.get((save_id, DISK))
-        if merged is not None and not merged.partial:
-            return merged
-        if parts := [meta for meta in metas if not meta.is_whole]:
-            with contextlib.suppress(BrokenMeta):
-                merged = _merged(parts)
-                if merged is not None:
-                    return merged
-        staged = max(whole, key=lambda meta: len(meta.artifacts), default=None)
-        if staged is None:
-            return None
-        return staged.narrowed([kind for kind in staged.kinds if self._has_all(staged, kind)])
-
     def _origin_of(self, save: Meta, found: Mapping[int, Sequence[Meta]]) -> Origin:
         """Return how a save got to the disks of this job, given the metas there; whatever is left of it."""
         made: set[int] = set()
@@ -554,8 +523,8 @@ class _Rows:
             attempts = disk.attempts.attempts if at in found and disk.attempts is not None else ()
             listed = {attempt.id: attempt for attempt in attempts}
             own = [meta for meta in found.get(at, ()) if self._origin(disk, meta, listed) is Origin.SAVED_HERE]
-            made.update(*(_shares_of(meta)[0] for meta in own))
-        return Origin.SAVED_HERE if len(made) == _shares_of(save)[1] else Origin.REMOTE
+            made.update(*(shares_of(meta)[0] for meta in own))
+        return Origin.SAVED_HERE if len(made) == shares_of(save)[1] else Origin.REMOTE
 
     # -- what the rows have in common ------------------------------------------------------------------------
 
@@ -667,7 +636,7 @@ def _parts_among(listed: Iterable[str]) -> Iterator[tuple[str, int]]:
 def _snapshot_parts(catalog: Catalog, run_id: str) -> Iterator[tuple[str, int]]:
     for meta in (problem.meta for problem in catalog.problems.values()):
         if meta is not None and meta.run_id == run_id:
-            yield from ((meta.save_id[:8], rank) for rank in _shares_of(meta)[0])
+            yield from ((meta.save_id[:8], rank) for rank in shares_of(meta)[0])
 
 
 def _is_part(problem: FoundProblem, run_id: str | None) -> bool:
@@ -679,26 +648,6 @@ def _is_part(problem: FoundProblem, run_id: str | None) -> bool:
 def _whole_part(catalog: Catalog, meta: Meta) -> Meta:
     """Return what is whole of a part: of a snapshot, that of each rank is a part of its own."""
     return catalog.whole_ranks(meta) if is_emergency(meta) else meta
-
-
-def _merged(parts: Sequence[Meta]) -> Meta | None:
-    """Return the save that these parts make up; None if they are not all.
-
-    Raises:
-        BrokenMeta: They contradict one another.
-    """
-    check_same_save(parts)
-    of_shares = {_shares_of(meta)[0]: meta for meta in parts}
-    if len({share for shares in of_shares for share in shares}) < _shares_of(parts[0])[1]:
-        return None
-    return (merge_emergency if is_emergency(parts[0]) else merge_parts)(list(of_shares.values()))
-
-
-def _shares_of(meta: Meta) -> tuple[tuple[int, ...], int]:
-    """Return which shares of a save a part has, and how many the save has."""
-    if not is_emergency(meta):
-        return (meta.node,), meta.nodes
-    return tuple(sorted({one.rank for one in meta.artifacts if one.rank is not None})), meta.world_size
 
 
 def _problem(name: str, found: FoundProblem, save_id: str) -> Problem:
