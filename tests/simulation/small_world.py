@@ -414,8 +414,12 @@ def restored(disk: Disk, root: str) -> Disk:
 
 
 def to_upload(disk: Disk, mirror: Mirror) -> list[SaveFacts]:
+    """The saves that a mirror lacks, but what is given up, and what was damaged here before its files went."""
     here = {copy.save for copy in disk.copies if copy.origin is not Origin.STAGED}
-    here |= {part.save for part in disk.parts if part.save.save_id not in disk.rotten | disk.skipped}
+    for part in disk.parts:
+        is_sent = mirror.files.issuperset((part.save.save_id, share) for share in part.shares)
+        if part.save.save_id not in disk.skipped and (is_sent or part.save.save_id not in disk.rotten):
+            here.add(part.save)
     return sorted(here - mirror.saves, key=lambda save: (save.step, save.attempt))
 
 
