@@ -21,7 +21,7 @@ from ckptmirror.flow.start import leader
 from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.stores.file import FileStore
 from tests.kit.cli import run
-from tests.kit.faults import flip_bit
+from tests.kit.faults import flip_bit, of_a_later_version
 from tests.kit.training import same
 from tests.nodes.jobs import WAIT_S, Found, Job, built, expect, take_part, whole
 
@@ -181,6 +181,18 @@ def test_a_part_that_cannot_be_read_now_sets_no_job_back(tmp_path: Path) -> None
     for found in replace(job, nodes="ac", steps=()).run(resume_without_parts):
         assert "the link is slow today" in found.failed
     expect(Job(tmp_path, "ac", kinds=("dcp",)).run(), STEP, "anywhere", first[0])
+
+
+def test_a_part_that_a_later_version_wrote_sets_no_job_back(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
+    job.run()
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "mirror" / "meta_000002.json").unlink()
+    (part,) = (tmp_path / "mirror" / "parts").glob("meta_000002-*.part00002-of-00002.json")
+    part.write_bytes(of_a_later_version(part.read_bytes()))
+    for found in replace(job, nodes="ac", steps=()).run():
+        assert found.step is None
+        assert "this ckptmirror reads version" in found.failed, found.failed
 
 
 def resume_without_parts(rank: int, job: Job) -> Found:

@@ -59,6 +59,7 @@ __all__ = [
     "part_word",
     "read_mirror_meta",
     "rebuild_attempts",
+    "unread_problem",
 ]
 
 META_LIMIT_BYTES = 64 * 1024 * 1024
@@ -322,7 +323,7 @@ def mirror_catalog(
         if isinstance(answer, Tombstone):
             tombstones[answer.save_id] = answer
         elif isinstance(answer, CkptMirrorError):
-            problems[name] = Problem(str(answer), _step_of(name), hindrance=_hindrance(answer))
+            problems[name] = unread_problem(name, answer)
     others = tuple(listed)
     if step is not None:
         listed = _objects_named(mirror.store, [one.object_name for _, meta in found for one in meta.artifacts])
@@ -387,6 +388,11 @@ def _of_its_name(name: str, answer: Meta | Tombstone | CkptMirrorError) -> Meta 
         return answer
     own = [names.SaveName(answer.step, tag).meta for tag in ("", answer.save_id[:8])]
     return answer if name in own else BrokenMeta(f"It holds the meta of {own[0]}, save {answer.save_id[:8]}.")
+
+
+def unread_problem(name: str, error: CkptMirrorError) -> Problem:
+    """Return the problem of a place with a meta that could not be read."""
+    return Problem(str(error), _step_of(name), hindrance=_hindrance(error))
 
 
 def _hindrance(error: CkptMirrorError) -> Hindrance:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import IntegrityError, ObjectNotFound, StorePermanent
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, ObjectNotFound, StorePermanent
 from ckptmirror.core.model import Meta
 from ckptmirror.core.uncommitted import ROLES, PartsThere, Uncommitted, parts_there, uncommitted_save
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, mirror_catalog
@@ -74,8 +74,13 @@ def uncommitted_saves(
     return found
 
 
-def read_parts(mirror: Mirror, there: PartsThere) -> list[Meta]:
+def read_parts(mirror: Mirror, there: PartsThere, unread: dict[str, CkptMirrorError] | None = None) -> list[Meta]:
     """Read the parts of a save that are on a mirror. One that is damaged, or another's, is left out.
+
+    Args:
+        mirror: The mirror.
+        there: Which of them.
+        unread: Takes why a part could not be read, by name.
 
     Raises:
         StoreTemporary: The mirror does not answer.
@@ -85,7 +90,9 @@ def read_parts(mirror: Mirror, there: PartsThere) -> list[Meta]:
     def read(name: str) -> None:
         try:
             part = meta_from_bytes(mirror.store.read(name, limit_bytes=META_LIMIT_BYTES)[0])
-        except (IntegrityError, ObjectNotFound, StorePermanent):
+        except (IntegrityError, ObjectNotFound, StorePermanent) as error:
+            if unread is not None:
+                unread[name] = error
             return
         says = (part.step, part.save_id[:8], part.nodes, there.names.get(part.node))
         if says == (there.step, there.digits, there.nodes, name):

@@ -46,7 +46,7 @@ from ckptmirror.core.start.together import has_all, joined, shares_of, told_by
 from ckptmirror.core.tensor_lists import loadable, lost_lists
 from ckptmirror.core.uncommitted import parts_there
 from ckptmirror.flow.places.attempt_lists import diverged_there, read_mirror_attempts
-from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog
+from ckptmirror.flow.places.catalog import Catalog, MetaCache, mirror_catalog, unread_problem
 from ckptmirror.flow.places.mirrors import Mirror, counting, counting_rows
 from ckptmirror.flow.places.uncommitted import read_parts
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON
@@ -151,24 +151,30 @@ def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
 def _parts_beside(disks: Sequence[DiskFacts], mirrors: Sequence[Mirror], seen: dict[str, Seen]) -> list[Meta]:
     """Read from mirrors the parts that no disk has of saves of which disks have others, and no mirror the whole.
 
-    A mirror that does not answer any more is silent from then on.
+    A mirror that does not answer any more is silent from then on. A part that may be whole but cannot be read is a
+    problem there, so that no start goes back past it.
     """
     here: dict[str, set[int]] = {}
     for meta in (meta for disk in disks for meta in disk.catalog.metas()):
         if not meta.is_whole and not is_emergency(meta):
             here.setdefault(meta.save_id[:8], set()).add(meta.node)
     catalogs = [(mirror, catalog) for mirror in mirrors if (catalog := seen[mirror.url].catalog) is not None]
-    whole = {save_id[:8] for _, catalog in catalogs for save_id in catalog.known}
+    for save_id in (save_id for _, catalog in catalogs for save_id in catalog.known):
+        here.pop(save_id[:8], None)
     found: list[Meta] = []
-    for mirror, catalog in catalogs if here.keys() - whole else ():
-        for there in parts_there(catalog.others, catalog.known):
-            missing = {node: name for node, name in there.names.items() if node not in here.get(there.digits, ())}
-            if there.digits in here.keys() - whole and missing:
-                try:
-                    found += read_parts(mirror, replace(there, names=missing))
-                except CkptMirrorError as error:
-                    seen[mirror.url] = Seen(seen[mirror.url].attempts, error=error)
-                    break
+    for mirror, catalog in catalogs if here else ():
+        problems = dict(catalog.problems)
+        unread: dict[str, CkptMirrorError] = {}
+        try:
+            for there in parts_there(catalog.others, catalog.known):
+                absent = {node: name for node, name in there.names.items() if node not in here.get(there.digits, ())}
+                if there.digits in here and absent:
+                    found += read_parts(mirror, replace(there, names=absent), unread)
+            unreadable = {name: unread_problem(name, error) for name, error in unread.items()}
+            problems |= {name: problem for name, problem in unreadable.items() if problem.hindrance}
+            seen[mirror.url] = replace(seen[mirror.url], catalog=replace(catalog, problems=problems))
+        except CkptMirrorError as error:
+            seen[mirror.url] = Seen(seen[mirror.url].attempts, error=error)
     return found
 
 
