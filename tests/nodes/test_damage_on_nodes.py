@@ -139,11 +139,16 @@ def test_a_copy_that_was_staged_for_evaluation_does_not_tell_what_the_save_has(n
     assert same(found[0].began, first[0].saved[1])
 
 
-def begin(rank: int, job: Job) -> Found:
+def go_back(rank: int, job: Job) -> Found:
+    """A person takes the run back to step 1."""
+    return begin(rank, job, 1)
+
+
+def begin(rank: int, job: Job, policy: str | int = "auto") -> Found:
     """Resume, and end without waiting for anything."""
     state = built(job.wrapped)
     manager = CheckpointManager(job.base / job.nodes[rank], [job.url], kinds=job.kinds, timeout_s=WAIT_S)
-    info = manager.resume(state)
+    info = manager.resume(state, policy=policy)
     assert info is not None
     found = Found(info.step, info.place, whole(state), state.extra, "")
     with contextlib.suppress(DeadlinePassed):
@@ -193,6 +198,10 @@ def test_a_part_that_a_later_version_wrote_sets_no_job_back(tmp_path: Path) -> N
     for found in replace(job, nodes="ac", steps=()).run():
         assert found.step is None
         assert "this ckptmirror reads version" in found.failed, found.failed
+    chosen = replace(job, nodes="ac", steps=()).run(go_back)
+    assert [one.step for one in chosen] == [1, 1]
+    again = replace(job, nodes="ac", steps=()).run()  # its save is superseded, so it holds nobody back any more
+    assert [(one.step, one.failed) for one in again] == [(1, ""), (1, "")]
 
 
 def resume_without_parts(rank: int, job: Job) -> Found:

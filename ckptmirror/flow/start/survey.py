@@ -129,7 +129,7 @@ def survey(
     if identity is None:
         own = [disk.identity for disk in disks]
         identity = RootId(identity_of([one.id for one in own]), all(one.is_first for one in own))
-    parts = _parts_beside(disks, mirrors, seen) if reads_parts else []
+    parts = _parts_beside(disks, mirrors, seen) if reads_parts else _PartsBeside()
     return _Rows(disks, mirrors, seen, identity, persistent, parts, shares).survey()
 
 
@@ -148,34 +148,49 @@ def _ask(mirror: Mirror, cache: MetaCache | None) -> Seen:
     return Seen(attempts, listed, generation, catalog, error)
 
 
-def _parts_beside(disks: Sequence[DiskFacts], mirrors: Sequence[Mirror], seen: dict[str, Seen]) -> list[Meta]:
-    """Read from mirrors the parts that no disk has of saves of which disks have others, and no mirror the whole.
+@dataclass
+class _PartsBeside:
+    """The parts on mirrors that no disk has of saves of which disks have others, and no mirror the whole.
 
-    A mirror that does not answer any more is silent from then on. A part that may be whole but cannot be read is a
-    problem there, so that no start goes back past it.
+    Attributes:
+        metas: Those that could be read.
+        unread: Those that may be whole but cannot be read, by mirror: no start goes back past their saves.
     """
-    here: dict[str, set[int]] = {}
+
+    metas: list[Meta] = field(default_factory=list)
+    unread: dict[str, list[Problem]] = field(default_factory=dict)
+
+
+def _parts_beside(disks: Sequence[DiskFacts], mirrors: Sequence[Mirror], seen: dict[str, Seen]) -> _PartsBeside:
+    """Read such parts. A mirror that does not answer any more is silent from then on."""
+    here: dict[str, dict[int, Meta]] = {}
     for meta in (meta for disk in disks for meta in disk.catalog.metas()):
         if not meta.is_whole and not is_emergency(meta):
-            here.setdefault(meta.save_id[:8], set()).add(meta.node)
+            here.setdefault(meta.save_id[:8], {})[meta.node] = meta
     catalogs = [(mirror, catalog) for mirror in mirrors if (catalog := seen[mirror.url].catalog) is not None]
     for save_id in (save_id for _, catalog in catalogs for save_id in catalog.known):
         here.pop(save_id[:8], None)
-    found: list[Meta] = []
+    found = _PartsBeside()
     for mirror, catalog in catalogs if here else ():
-        problems = dict(catalog.problems)
-        unread: dict[str, CkptMirrorError] = {}
         try:
             for there in parts_there(catalog.others, catalog.known):
-                absent = {node: name for node, name in there.names.items() if node not in here.get(there.digits, ())}
-                if there.digits in here and absent:
-                    found += read_parts(mirror, replace(there, names=absent), unread)
-            unreadable = {name: unread_problem(name, error) for name, error in unread.items()}
-            problems |= {name: problem for name, problem in unreadable.items() if problem.hindrance}
-            seen[mirror.url] = replace(seen[mirror.url], catalog=replace(catalog, problems=problems))
+                ours = here.get(there.digits, {})
+                absent = {node: name for node, name in there.names.items() if node not in ours}
+                if ours and absent:
+                    errors: dict[str, CkptMirrorError] = {}
+                    found.metas += read_parts(mirror, replace(there, names=absent), errors)
+                    other = next(iter(ours.values()))
+                    problems = [_part_unread(mirror, name, other, error) for name, error in errors.items()]
+                    found.unread.setdefault(mirror.url, []).extend(one for one in problems if one.hindrance)
         except CkptMirrorError as error:
             seen[mirror.url] = Seen(seen[mirror.url].attempts, error=error)
     return found
+
+
+def _part_unread(mirror: Mirror, name: str, other: Meta, error: CkptMirrorError) -> Problem:
+    """Return the problem with a part on a mirror, given another part of its save: so it may be known as superseded."""
+    problem = _problem(f"{mirror.url}/{name}", unread_problem(name, error), other.save_id)
+    return replace(problem, kinds=other.kinds, save=facts_of(other))
 
 
 def _list_of(mirror: Mirror) -> tuple[AttemptList | None, int, ListFound, CkptMirrorError | None]:
@@ -205,7 +220,7 @@ class _Rows:
         seen: Mapping[str, Seen],
         identity: RootId,
         persistent: Catalog | None,
-        parts: Sequence[Meta],
+        parts: _PartsBeside,
         shares: bool,
     ) -> None:
         self._disks = disks
@@ -409,7 +424,7 @@ class _Rows:
                 for one in heard
             ),
             copies=tuple(self._copy(mirror.url, meta, Origin.REMOTE, meta.kinds) for meta in saves),
-            problems=tuple(self._problems(catalog, run_id, self._sent)),
+            problems=(*self._problems(catalog, run_id, self._sent), *self._parts_on_mirrors.unread.get(mirror.url, ())),
             removed=tuple(catalog.tombstones),
             parts_here=tuple(_parts_among(catalog.others)),
         )
@@ -495,7 +510,7 @@ class _Rows:
                 if meta.run_id in runs:
                     metas.setdefault(meta.save_id, {}).setdefault(at, []).append(meta)
         sent: dict[str, list[Meta]] = {}
-        for part in self._parts_on_mirrors:
+        for part in self._parts_on_mirrors.metas:
             sent.setdefault(part.save_id, []).append(part)
         here = {copy.save.save_id: copy for copy in rows[0].copies}
         entire = {copy.save.save_id: copy.save.kinds for row in rows for copy in row.copies if not copy.no_proof}
