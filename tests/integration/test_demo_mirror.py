@@ -17,7 +17,6 @@ from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.cli import assert_tells, clean_environment, run, start
 
 HOME = Path(__file__).resolve().parents[2]
-DEMO_LIMIT_S = 600.0
 URL = "gs://bucket/team"
 
 
@@ -54,43 +53,6 @@ def target_command(target: str, **variables: str) -> list[str]:
     last = said.stdout.splitlines()[-1].replace("'", "")
     assert last.startswith("VENV/bin/ckptmirror ")
     return [sys.executable, "-m", *last.removeprefix("VENV/bin/").split()]
-
-
-@pytest.mark.long
-@pytest.mark.timeout(DEMO_LIMIT_S + 60)
-def test_the_demo_on_a_bucket_removes_what_it_made_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with GcsServerProcess(tmp_path / "gcs", buckets=["bucket"]) as server:
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
-        theirs = {"theirs.txt": b"1", "ckptmirror-demo-20200101-000000-00000000/run/meta_000010.json": b"2"}
-        store = open_store(URL)
-        before = [store.write(name, data, if_generation=0) for name, data in theirs.items()]
-        server.clear_log()
-        done = subprocess.run(
-            target_command("demo", MIRROR=URL),
-            capture_output=True,
-            text=True,
-            timeout=DEMO_LIMIT_S,
-            env=clean_environment(**server.environment, PYTHONPATH=str(HOME)),
-            cwd=tmp_path,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        place = re.search(r"Everything is under (\S+)\. ", done.stdout)
-        assert place
-        assert place[1].startswith(f"{URL}/ckptmirror-demo-")
-        assert f"it continued from step 60 of {place[1]}/run" in done.stdout
-        assert f"both continued from step 60; what a node lacked came from {place[1]}/nodes" in done.stdout
-        assert re.search(rf"The demo removed its \d{{2,}} objects \(.*\) from {place[1]}\.", done.stdout)
-        assert sorted(store.list(), key=lambda info: info.name) == sorted(before, key=lambda info: info.name)
-        changed = [entry for entry in server.log() if entry["method"] in ("POST", "PUT", "PATCH", "DELETE")]
-        prefix = place[1].removeprefix("gs://bucket/")
-        assert changed
-        assert {entry["object"].startswith(prefix) for entry in changed if entry.get("object")} == {True}
-        deletes = [entry for entry in changed if entry["operation"] == "object.delete"]
-        assert deletes
-        assert all("ifGenerationMatch" in entry["query"] for entry in deletes)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,14 @@ from pathlib import Path
 
 import pytest
 
+from ckptmirror.stores import open_store
+from ckptmirror.testing import GcsServerProcess
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 HOME = Path(__file__).resolve().parents[2]
 OURS = ("CKPTMIRROR_", "STORAGE_", "GOOGLE_", "CLOUDSDK_", "PYTHON", "VIRTUAL_ENV", "PYTEST_")
+URL = "gs://bucket/team"
 
 
 @dataclass(frozen=True)
@@ -30,15 +34,15 @@ class Place:
 
     folder: Path
 
-    def run(self, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-        environment |= {"HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
+        environment |= {"HOME": str(self.folder / "home"), "OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1", **variables}
         return subprocess.run(
             [*map(str, command)], cwd=self.folder, env=environment, capture_output=True, text=True, check=False
         )
 
-    def done(self, *command: str | Path) -> str:
-        ended = self.run(*command)
+    def done(self, *command: str | Path, **variables: str) -> str:
+        ended = self.run(*command, **variables)
         assert ended.returncode == 0, f"{' '.join(map(str, command))}\n{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
@@ -126,5 +130,28 @@ def test_two_ranks_save_and_resume(place: Place, programs: Path):
     assert "20" in place.done(programs / "ckptmirror", "ls", f"file://{place.folder}/mirror")
 
 
-def test_the_demo_tells_its_story(place: Place, programs: Path):
-    assert "Done, after" in place.done(programs / "ckptmirror", "demo")
+def test_the_demo_tells_its_story_on_a_bucket_and_removes_what_it_made_there_and_nothing_else(
+    place: Place, programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with GcsServerProcess(tmp_path / "gcs", buckets=["bucket"]) as server:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+        theirs = {"theirs.txt": b"1", "ckptmirror-demo-20200101-000000-00000000/run/meta_000010.json": b"2"}
+        store = open_store(URL)
+        before = [store.write(name, data, if_generation=0) for name, data in theirs.items()]
+        server.clear_log()
+        told = place.done(programs / "ckptmirror", "demo", "--mirror", URL, **server.environment)
+        found = re.search(r"Everything is under (\S+)\. ", told)
+        assert found
+        assert found[1].startswith(f"{URL}/ckptmirror-demo-")
+        assert f"it continued from step 60 of {found[1]}/run" in told
+        assert f"both continued from step 60; what a node lacked came from {found[1]}/nodes" in told
+        assert "Done, after" in told
+        assert re.search(rf"The demo removed its \d{{2,}} objects \(.*\) from {found[1]}\.", told)
+        assert sorted(store.list(), key=lambda info: info.name) == sorted(before, key=lambda info: info.name)
+        changed = [entry for entry in server.log() if entry["method"] in ("POST", "PUT", "PATCH", "DELETE")]
+        prefix = found[1].removeprefix("gs://bucket/")
+        assert changed
+        assert {entry["object"].startswith(prefix) for entry in changed if entry.get("object")} == {True}
+        deletes = [entry for entry in changed if entry["operation"] == "object.delete"]
+        assert deletes
+        assert all("ifGenerationMatch" in entry["query"] for entry in deletes)

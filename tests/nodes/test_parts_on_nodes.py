@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ckptmirror import CheckpointManager, Retention, TrainState, load_checkpoint, stage_checkpoint_step
+from ckptmirror.core import events
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, DeadlinePassed, RefusedOnlyCopy, WaitTimeout
 from ckptmirror.core.model import Meta
 from ckptmirror.flow.drain import drain
@@ -39,6 +40,12 @@ pytestmark = pytest.mark.long
 def meta_at(place: Path, step: int = 2) -> Meta:
     (meta,) = (one for one in local_catalog(place).metas() if one.step == step)
     return meta
+
+
+def of_one_rank() -> TrainState:
+    """What a job of :class:`Job` trains, on one rank."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
+    return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), extra={})
 
 
 @pytest.mark.short
@@ -129,16 +136,38 @@ def test_one_node_that_goes_on_alone_gives_a_new_mirror_the_whole_save(tmp_path:
     assert there == {one.path for one in meta_at(tmp_path / "mirror").artifacts}
 
 
+def test_a_part_that_comes_after_the_last_commit_to_a_mirror_which_cannot_have_its_save_keeps_no_close_waiting(
+    tmp_path: Path,
+) -> None:
+    """The rotation looks at each commit, and none comes any more."""
+    Job(tmp_path, "ab", (1, 2)).run()
+    other, hold, committed, tick = tmp_path / "other", threading.Event(), threading.Event(), threading.Event()
+    manager = CheckpointManager(tmp_path / "a", [f"file://{tmp_path}/mirror", f"file://{other}"])
+    _, slow = faulty(manager)
+    slow.script(StoreFault("write", "parts/meta_000001", times=0, hold=hold, hold_limit_s=WAIT_S))
+    manager.events.subscribe(
+        lambda event: isinstance(event, events.MirrorCommitted) and str(other) in event.mirror and committed.set()
+    )
+    assert manager.resume(of_one_rank()) is not None
+    assert committed.wait(WAIT_S)
+    assert manager._node is not None
+    rotation = manager._node._rotation_thread
+    assert rotation is not None
+    while rotation.is_busy or rotation._wake.is_set():
+        tick.wait(0.05)
+    hold.set()
+    manager.close(timeout_s=WAIT_S)
+    assert {one.step for one in local_catalog(other).metas()} == {2}
+
+
 def test_a_node_that_goes_on_alone_waits_until_a_new_mirror_has_the_save_that_it_brought(tmp_path: Path) -> None:
     """When the start looked, this disk had only a part of it."""
     Job(tmp_path, "ab", (1, 2)).run()
     other, hold = tmp_path / "other", threading.Event()
-    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 5))
-    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), extra={})
     manager = CheckpointManager(tmp_path / "a", [f"file://{tmp_path}/mirror", f"file://{other}"])
     _, slow = faulty(manager)
     slow.script(StoreFault("upload", times=0, hold=hold, hold_limit_s=WAIT_S))
-    start = manager.resume(state)
+    start = manager.resume(of_one_rank())
     assert start is not None
     assert start.step == 2
     with pytest.raises(WaitTimeout):

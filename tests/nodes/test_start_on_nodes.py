@@ -33,8 +33,7 @@ from tests.nodes.jobs import ALONE_S, WAIT_S, Found, Job, built, expect, take_pa
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("wrapped", ["fsdp", "ddp"])
-@pytest.mark.parametrize("lost", ["", "a", "b", "ab"])
+@pytest.mark.parametrize(("wrapped", "lost"), [("fsdp", ""), ("fsdp", "a"), ("ddp", "b"), ("ddp", "ab")])
 def test_a_job_goes_on_from_what_its_nodes_and_the_mirror_have(wrapped: str, lost: str, tmp_path: Path) -> None:
     first = Job(tmp_path, "ab", (1, 2), wrapped).run()
     assert [one.step for one in first] == [None, None]
@@ -530,7 +529,7 @@ def save_while_the_mirror_is_away(rank: int, job: Job) -> int | None:
     return start.step if start is not None else None
 
 
-@pytest.mark.parametrize("drained", ["", "abc", "bac", "cab"])
+@pytest.mark.parametrize("drained", ["", "abc", "cab"])
 def test_a_node_that_returns_with_a_save_that_the_others_left_behind_does_not_take_the_run_back(
     drained: str, tmp_path: Path
 ) -> None:

@@ -69,8 +69,9 @@ def test_of_two_jobs_that_start_at_once_one_goes_on_and_the_other_says_why_not_o
     watch.look()
 
 
-@pytest.mark.parametrize("point", ["save.publish:before", "40", "90", "150"])
-@pytest.mark.parametrize("struck", [(1,), (0, 1)])
+@pytest.mark.parametrize(
+    ("struck", "point"), [((1,), "save.publish:before"), ((1,), "90"), ((0, 1), "40"), ((0, 1), "150")]
+)
 def test_nodes_that_were_stopped_and_wake_commit_nothing_and_begin_no_upload_and_no_rotation(
     struck: tuple[int, ...], point: str, world: World
 ) -> None:

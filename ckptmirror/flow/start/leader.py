@@ -375,6 +375,8 @@ class Node:
         def is_over() -> bool:
             if self.fenced() is not None or is_stopped():
                 return True
+            if self._rotation_thread is not None and self._has_sent_what_is_left_off():
+                self._rotation_thread.wake()
             asked = save_id is not None or self._audit is None or not self._audit.waits_for(self._counting())
             return asked and not self._still_moving(save_id)
 
@@ -543,6 +545,10 @@ class Node:
     def _has_sent_what_is_behind(self) -> bool:
         places = {**dict.fromkeys(self._behind, tuple(self._counting())), **self._cannot_be_on}
         return all(self._only_waits_for_nodes(save_id, urls) for save_id, urls in places.items())
+
+    def _has_sent_what_is_left_off(self) -> bool:
+        """Whether there is a save to leave off a mirror by now: no commit says so, which would wake the rotation."""
+        return any(self._only_waits_for_nodes(one, {url}) for one, urls in self._cannot_be_on.items() for url in urls)
 
     def _only_waits_for_nodes(self, save_id: str, mirrors: Collection[str]) -> bool:
         """Whether each mirror has this node's part: if the other disk comes back, it makes the save whole there."""
