@@ -485,11 +485,14 @@ class CheckpointManager:
         A stop request does not end it; it ends :meth:`close`, which waits for the uploads too.
 
         Raises:
+            UsageError: ``until`` is neither.
             WaitTimeout: ``timeout_s`` seconds passed.
             DeadlinePassed: Uploads failed for good, so waiting longer does not help.
             BackgroundSaveFailed: A save failed or was skipped, and no call has raised that yet.
             AttemptFenced: A newer attempt has started, so nothing more is sent.
         """
+        if until not in ("committed", "mirrored"):
+            raise UsageError(f"Saves are never {until!r}.", hint="Wait for 'committed' or 'mirrored'.")
         timeout_s = checked_seconds(timeout_s)
         deadline = time.monotonic() + timeout_s
         self._started().wait_over(timeout_s)

@@ -73,10 +73,14 @@ class CkptMirrorError(Exception):
     def __init__(self, message: str | None = None, *, hint: str | None = None) -> None:
         doc = (type(self).__doc__ or "").strip().splitlines()
         self.message = printable_line(message if message is not None else doc[0])
-        if hint is not None:
-            self.hint = hint
         super().__init__(self.message)
-        self.add_note(self.hint)  # a trainer's traceback ends with the next command, as the CLI's output does
+        self.hint = hint if hint is not None else self.hint
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Let a traceback end with the hint, which is the next command, as the CLI's output does."""
+        if name == "hint":
+            self.__notes__ = [str(value), *getattr(self, "__notes__", ())[1:]]
+        super().__setattr__(name, value)
 
     def put_in_front(self, who: str) -> None:
         """Let the message begin with who failed, for example a rank and its node; the first call counts."""

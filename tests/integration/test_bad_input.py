@@ -208,6 +208,7 @@ def test_a_wrong_argument_of_a_call_is_named_and_changes_nothing(tmp_path: Path)
         manager.resume(state)
         calls = [
             ("timeout_s is None", lambda: manager.wait(timeout_s=None)),  # type: ignore[arg-type]
+            ("never 'verified'", lambda: manager.wait("verified")),  # type: ignore[arg-type]
             ("timeout_s is '9'", lambda: manager.close(timeout_s="9")),  # type: ignore[arg-type]
             ("timeout_s is nan", lambda: manager.rotate(timeout_s=float("nan"))),
             ("metrics is 5", lambda: manager.save(1, state, metrics=5)),  # type: ignore[arg-type]

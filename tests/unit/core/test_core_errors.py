@@ -57,3 +57,11 @@ def test_the_hint_stands_below_the_message_in_a_traceback() -> None:
     error = errors.UsageError("no such step", hint="Run `ckptmirror ls`.")
     shown = "".join(traceback.format_exception(pickle.loads(pickle.dumps(error))))
     assert shown.endswith("no such step\nRun `ckptmirror ls`.\n")
+
+
+def test_a_hint_that_is_set_later_takes_the_place_of_the_first_in_a_traceback() -> None:
+    error = errors.UsageError("no such step")
+    error.add_note("while staging")
+    error.hint = "Run `ckptmirror ls --root /run`."
+    for one, notes in ((error, ["while staging"]), (pickle.loads(pickle.dumps(error)), [])):
+        assert "".join(traceback.format_exception(one)).endswith("\n".join(["no such step", error.hint, *notes]) + "\n")
