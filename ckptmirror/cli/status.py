@@ -87,8 +87,12 @@ def command(root: Path, with_code: bool, mirrors: tuple[str, ...], as_json: bool
         print(f"quarantined: step {line.step} (save {line.save_id[:8]}): {line.quarantined}")
         print(f"  a start goes back past it, unless it is released: {_release(status, line)}")
     for url, lacking in status.pushed.items():
-        has = f"lacks {lacking} of {_sent(status)} saves; `ckptmirror drain` sends them"
-        print(with_places(f"pushed: {url} {has if lacking else 'has every save that is here'}", {"root": status.root}))
+        has = f"lacks {lacking} of {_sent(status)} saves" if lacking else "has every save that is here"
+        if why := status.pushed_awaited.get(url):
+            has += f"; this node has sent all that it may: {behind_text(why)}"
+        elif lacking:
+            has += "; `ckptmirror drain` sends them"
+        print(with_places(f"pushed: {url} {has}", {"root": status.root}))
     for one in awaited:
         print(f"waiting: {with_places(waiting_text(one.mirror, one.found, _of_this_node(one)), {'root': root})}")
     for name, why in status.problems.items():

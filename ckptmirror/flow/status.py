@@ -7,7 +7,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,8 @@ class Status:
         awaited: ``step N: reason`` of each unsafe file that only waits for another node, or for a save of a newer
             attempt. Nothing here can send it.
         pushed: Mirrors that a person pushed to, beside the trainer's, each with how many saves of this disk it lacks.
-        optional: The same of all mirrors that are not required.
+        pushed_awaited: Why those of them lack saves to which nothing here can send any more.
+        optional: As ``pushed``, of all mirrors that are not required.
     """
 
     root: Path
@@ -116,6 +117,7 @@ class Status:
     skipped_why: str = ""
     awaited: tuple[str, ...] = ()
     pushed: Mapping[str, int] = field(default_factory=dict)
+    pushed_awaited: Mapping[str, str] = field(default_factory=dict)
     optional: Mapping[str, int] = field(default_factory=dict)
 
     def is_mirrored(self, save_id: str | None) -> bool:
@@ -344,8 +346,17 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         skipped_why=skipped[-1][1] if skipped else "",
         awaited=tuple(f"step {one.step}: {one.last_error}" for one in only_waiting(unsafe, required)),
         pushed=pushed,
+        pushed_awaited={url: why for url in pushed if (why := _all_awaited(records, url, lacking[url]))},
         optional=lacking,
     )
+
+
+def _all_awaited(records: Iterable[UploadRecord], url: str, lacking: int) -> str:
+    """Return why a mirror lacks so many saves if nothing here can send any of them; else ""."""
+    left = [record for record in records if record.mirror == url and record.state in WAITING]
+    awaited = only_waiting(left, {url})
+    is_all = len(awaited) == len(left) and len({one.save_id for one in awaited}) == lacking
+    return f"step {awaited[0].step}: {awaited[0].last_error}" if awaited and is_all else ""
 
 
 def _skipped(trainer: Mapping[str, Any]) -> list[tuple[int, str]]:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ckptmirror.core.containers import TreePath, changed, item_at, with_item
-from ckptmirror.core.errors import IntegrityError, UnsafePickle
+from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.core.model import Meta
 from ckptmirror.formats.shards import read_pieces, spread
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.untrusted.tensor_files import load_pt
 
-__all__ = ["Copies", "RankFiles", "live_at", "moved", "named_file", "rank_files"]
+__all__ = ["Copies", "RankFiles", "check_device", "live_at", "moved", "named_file", "rank_files"]
 
 _ABSENT = object()
 _FREE_AGAIN_BYTES = 64 << 20  # of memory that a file shows more than once; beyond it
@@ -181,6 +181,26 @@ def live_at(like: Any, path: TreePath) -> Any:
             break
         like = item_at(like, (key,))
     return like
+
+
+def check_device(device: str) -> None:
+    """Check that tensors can be moved to a device.
+
+    Raises:
+        UsageError: This machine has none of that name, or cannot use it.
+    """
+    try:
+        torch.empty(0, device=device)
+    except (
+        AssertionError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:  # a build without CUDA asserts that it has it
+        raise UsageError(
+            f"map_location is {device!r}, and this machine cannot use such a device: {error}",
+            hint='Write map_location="cpu", or the name of a device that this machine has.',
+        ) from error
 
 
 def moved(tree: Any, device: str) -> Any:

@@ -132,6 +132,14 @@ def test_a_kind_that_is_not_there_lists_the_kinds(tmp_path: Path):
     assert_tells(ended, 4, "Step 200 has no kind dcp", "it has model")
 
 
+def test_the_url_of_a_save_is_told_from_that_of_its_mirror(tmp_path: Path):
+    _, url, _ = make_mirrored(tmp_path, 100)
+    ended = run("stage", "--step", "latest", "--mirror", f"{url}/dcp_000100", "--dest", tmp_path / "e")
+    named = f"ckptmirror stage --mirror {url} --step 100 --dest {tmp_path}/e"
+    assert_tells(ended, 3, "holds no checkpoint", f"`{named}`")
+    assert run(*named.split()[1:]).returncode == 0
+
+
 def test_the_latest_of_an_empty_mirror_is_not_found(tmp_path: Path):
     (tmp_path / "mirror").mkdir()
     ended = run("stage", "--step", "latest", "--mirror", f"file://{tmp_path}/mirror", "--dest", tmp_path / "e")

@@ -119,6 +119,8 @@ def test_what_is_not_there_and_what_cannot_be_left_out_is_said(saved: tuple[str,
         load_checkpoint(f"{saved[0]}/model_000009.pt")
     with pytest.raises(UsageError, match="'model'"):
         load_checkpoint(saved[0], exclude=("model",))
+    with pytest.raises(UsageError, match="map_location is 'gpu'"):  # a sound save is not blamed for it
+        load_checkpoint(f"{saved[0]}/dcp_000007", map_location="gpu")
 
 
 @pytest.mark.parametrize("inodes", range(3, 9))

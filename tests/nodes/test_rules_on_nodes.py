@@ -26,8 +26,10 @@ from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.start import gather, resume
 from ckptmirror.flow.start.rewind import rewind
+from ckptmirror.flow.status import read_status
 from ckptmirror.local import crashpoints
 from tests.integration.test_signed_runs import make_key
+from tests.kit.cli import run
 from tests.kit.faults import faulty, flip_bit
 from tests.kit.faulty_store import StoreFault
 from tests.kit.processes import outcome, run_ranks
@@ -300,6 +302,18 @@ def test_nodes_that_never_had_a_mirror_push_their_parts_to_one(tmp_path: Path) -
     shutil.rmtree(tmp_path / "a")
     shutil.rmtree(tmp_path / "b")
     expect(Job(tmp_path, "ab").run(), 1, job.url, first[0])
+
+
+def test_a_node_that_has_pushed_its_part_is_told_to_wait_and_not_to_drain(tmp_path: Path) -> None:
+    Job(tmp_path, "ab", (1,)).run()
+    root, other = tmp_path / "b", f"file://{tmp_path}/other"
+    while not read_status(root).pushed_awaited:
+        push(root, other, timeout_s=2.0)
+    said = run("status", "--root", root).stdout
+    assert f"pushed: {other} lacks 1 of 1 saves; this node has sent all that it may: step 1: node 0 of 2" in said
+    assert push(tmp_path / "a", other).is_verified
+    assert run("drain", "--root", root).returncode == 0
+    assert f"pushed: {other} has every save that is here" in run("status", "--root", root).stdout
 
 
 @pytest.mark.short

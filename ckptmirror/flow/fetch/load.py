@@ -72,11 +72,15 @@ def load_checkpoint(
             turns it off. If the config in ``meta`` lacks one, it gets that value, and this is logged.
 
     Raises:
+        UsageError: This machine has no such device, or ``exclude`` names something else.
         CheckpointNotFound: There is no whole save there.
         IntegrityError: A file differs from what was saved.
     """
+    from ckptmirror.formats.rank_files import check_device
+
     if unknown := set(exclude) - {"optimizer", "extra"}:
         raise UsageError(f'exclude={sorted(unknown)}: it takes "optimizer" and "extra".')
+    check_device(map_location)
     found = resolve_for_load(reference, _not_read(exclude))
     if not isinstance(found.dir, Path):
         with fetched_parts(found, exclude) as (root, meta, fetched):

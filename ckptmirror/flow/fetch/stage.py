@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 from ckptmirror.core import events, names
@@ -30,6 +31,7 @@ from ckptmirror.flow.fetch.staging import Staging, wanted_artifacts
 from ckptmirror.flow.places.attempt_lists import listed_attempts, trusted_attempts
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, check_destination, mirror_specs
+from ckptmirror.flow.places.reference import locate
 from ckptmirror.flow.places.resolve import main_path
 from ckptmirror.flow.places.select import choose
 from ckptmirror.local import directories
@@ -106,7 +108,13 @@ def stage_checkpoint_step(
     opened = mirror if isinstance(mirror, Mirror) else _open(mirror, on_wait)
     try:
         check_destination(root, opened)
-        meta, kind = _find(opened, step, require_kind, superseded, wait_s)
+        try:
+            meta, kind = _find(opened, step, require_kind, superseded, wait_s)
+        except CheckpointNotFound as error:
+            if (there := locate(opened.url)).parsed is not None:
+                named = f"--mirror {quote(str(there.place))} --step {there.parsed.step} --dest {quote(str(root))}"
+                error.hint = f"{there.name} is the name of a save there: `ckptmirror stage {named}`."
+            raise
         directories.make_dirs(root)
         sharing = sharing_of(root)
         if sharing is not None:
