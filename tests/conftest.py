@@ -2,6 +2,7 @@
 
 While tests that failed last are remembered, the seed is theirs: some are named after it, and `make test-again` has to
 find them. Hypothesis fails no test because the machine is slow. SIGINT is heard, also where the caller ignores it.
+Byte code is kept, also where the caller wants none: tests start thousands of processes that import the same modules.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _SEED = "ckptmirror/campaign-seed"
 

@@ -94,6 +94,8 @@ ROWS = [
     # a mirror that is written wrong, or is not there
     ("stage gs:/bucket/run --step 1", 10, "'gs:/bucket/run' is not a URL or an absolute path", "Write gs://bucket/run."),
     ("push {root} bucket/run", 10, "'bucket/run' is not a URL or an absolute path", "Write gs://bucket/run"),
+    ("ls 'gs://bucket/run gs://other/run'", 10, "several URLs in one", 'mirrors=["gs://one/run", "gs://two/run"]'),
+    ("ls 'gs://bucket/run;gs://other/run'", 10, "several URLs in one", "a comma in CKPTMIRROR_MIRRORS"),
     ("push . sub", 10, "'sub' is not a URL or an absolute path", "Write gs://sub.\n"),
     ("verify {root}/nothing.pt", 3, "nothing.pt does not exist", "Check the path.\n"),
     ("ls file:///nowhere/x", 10, "There is no mirror at /nowhere/x: /nowhere does not exist.", "Correct the URL"),

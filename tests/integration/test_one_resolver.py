@@ -306,6 +306,7 @@ def test_references_are_taken_apart_in_one_module() -> None:
     assert {name for name, tree in modules("flow", "cli", "manager.py") if "locate" in called(tree)} == {
         "flow/places/reference.py",
         "flow/places/resolve.py",
+        "flow/fetch/stage.py",
         "flow/verify/verify.py",
         "flow/start/resume_policy.py",
     }

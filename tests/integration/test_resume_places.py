@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager, Retention, stage_checkpoint_step
+from ckptmirror import (
+    CheckpointManager,
+    Retention,
+    list_checkpoints,
+    load_checkpoint,
+    resolve_resume_path,
+    stage_checkpoint_step,
+)
 from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError, RefusedOnlyCopy, StoreTemporary, UsageError
 from ckptmirror.core.model import Meta
@@ -87,6 +94,31 @@ def test_the_longer_branch_on_the_mirror_is_not_lost_to_a_start_that_ran_apart_f
             start = manager.resume(new_state())
             assert start is not None
             assert start.step == 8, "what ran apart must not outrank what the mirror lists"
+
+
+def test_every_reader_of_a_root_sees_that_a_start_set_its_branch_aside(tmp_path: Path, url: str) -> None:
+    root = tmp_path / "one"
+    saved_run(root, (2,), url)
+    for step in (9, 10):  # twice, so that its attempt has a higher number than the other machine's
+        with running(root, url) as manager:
+            faulty(manager, StoreFault(when="before", times=0))
+            manager.resume(state := new_state())
+            train(state, 1)
+            manager.save(step, state).wait()
+    states = saved_run(tmp_path / "two", (6, 8), url)
+    with running(root, url) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 8
+        loaded = manager.load(state := new_state(), "latest")
+        assert loaded.step == 8
+        assert same(everything(state), states[8])
+    assert load_checkpoint(root).meta.save_id == start.save_id
+    found = resolve_resume_path(root)
+    assert found is not None
+    assert found.name == "dcp_000008"
+    standing = {line.step: line.standing for line in list_checkpoints(root)}
+    assert standing == {2: "current", 8: "current", 9: "superseded", 10: "superseded"}
 
 
 def test_a_mirror_that_answers_the_claim_but_not_the_listing_is_an_error_that_may_pass(

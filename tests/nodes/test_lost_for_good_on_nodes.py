@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckptmirror import CheckpointManager, Retention, TrainState
+from ckptmirror.core import names
 from ckptmirror.core.errors import DeadlinePassed, RefusedOnlyCopy
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
@@ -50,10 +51,16 @@ def save_steps(rank: int, base: Path, steps: tuple[int, ...], mirrors: tuple[str
     return start.step if start is not None else 0
 
 
-def test_a_part_whose_rest_was_lost_with_a_disk_is_given_up_once_the_run_went_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_damaged_there", [False, True])
+def test_a_part_whose_rest_was_lost_with_a_disk_is_given_up_once_the_run_went_on(
+    is_damaged_there: bool, tmp_path: Path
+) -> None:
     run_ranks(2, save_steps, tmp_path, (1, 2), ("mirror",), 1, False)
     shutil.rmtree(tmp_path / "b")
     assert steps_on(tmp_path / "a")[-1] == 2
+    if is_damaged_there:
+        (save_id,) = (meta.save_id for meta in local_catalog(tmp_path / "a").parts.values() if meta.step == 2)
+        (tmp_path / "mirror" / names.part_name(2, save_id, 2, 2)).write_bytes(b'{"step": 2')
     assert run_ranks(2, save_steps, tmp_path, (3,), ("mirror",), 1, True) == [1, 1]
     assert steps_on(tmp_path / "a") == [3]
     assert drain(tmp_path / "a", timeout_s=WAIT_S).pending == 0

@@ -183,14 +183,20 @@ class Catalog:
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
         """Order the saves by ``attempts``, which then all count; None: by the place's own list and its metas.
 
-        A reader of one place trusts a person's decision that the list there records, if it was not one that failed.
+        A reader of one place trusts what the list there records: a person's decision, if it was not one that failed,
+        and that a start of this root continued from another root's save, if every required mirror took its claim.
         """
         saves = [facts_of(meta) for meta in self.saves.values()]
         if attempts is not None:
             return lineage(attempts.attempts, saves)
         known = self.attempts.attempts if self.attempts is not None else ()
-        decided = {one.id for one in known if one.by_person and one.id not in self.undecided}
-        return lineage(known, saves, {meta.attempt.id for meta in self.metas()} | decided)
+        completed = self.attempts.completed if self.attempts is not None else ()
+        counting = {meta.attempt.id for meta in self.metas()}
+        counting |= {one.id for one in known if one.by_person and one.id not in self.undecided}
+        made_here = {meta.save_id for meta in self.metas() if meta.staged_from is None}
+        from_elsewhere = [one for one in known if one.parent is not None and one.parent.save_id not in made_here]
+        counting |= {one.id for one in from_elsewhere if one.id in completed}
+        return lineage(known, saves, counting)
 
 
 def _own_names(path: str, save_id: str) -> tuple[str, str]:

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from ckptmirror.core import names
-from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, StoreHangs, StorePermanent
+from ckptmirror.core.errors import (
+    BrokenMeta,
+    CkptMirrorError,
+    IntegrityError,
+    NewerFormat,
+    NotSigned,
+    StoreHangs,
+    StorePermanent,
+)
 from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.meta_merging import merge_copies
 from ckptmirror.core.model import Attempt, AttemptList, Kind, Meta, top_names
@@ -155,10 +163,12 @@ class _PartsBeside:
     Attributes:
         metas: Those that could be read.
         unread: Those that may be whole but cannot be read, by mirror: no start goes back past their saves.
+        broken: Those that are damaged, by URL: they are as good as absent.
     """
 
     metas: list[Meta] = field(default_factory=list)
     unread: dict[str, list[Problem]] = field(default_factory=dict)
+    broken: set[str] = field(default_factory=set)
 
 
 def _parts_beside(disks: Sequence[DiskFacts], mirrors: Sequence[Mirror], seen: dict[str, Seen]) -> _PartsBeside:
@@ -182,9 +192,16 @@ def _parts_beside(disks: Sequence[DiskFacts], mirrors: Sequence[Mirror], seen: d
                     other = next(iter(ours.values()))
                     problems = [_part_unread(mirror, name, other, error) for name, error in errors.items()]
                     found.unread.setdefault(mirror.url, []).extend(one for one in problems if one.hindrance)
+                    broken = [one for one, why in errors.items() if _is_damage(why)]
+                    found.broken.update(f"{mirror.url}/{name}" for name in broken)
         except CkptMirrorError as error:
             seen[mirror.url] = Seen(seen[mirror.url].attempts, error=error)
     return found
+
+
+def _is_damage(error: CkptMirrorError) -> bool:
+    """Whether a part is damaged, and not one that another version or another key reads."""
+    return isinstance(error, IntegrityError) and not isinstance(error, NewerFormat | NotSigned)
 
 
 def _part_unread(mirror: Mirror, name: str, other: Meta, error: CkptMirrorError) -> Problem:
@@ -416,7 +433,7 @@ class _Rows:
         saves = self._of_run(catalog.saves.values(), run_id)
         row = self._row(mirror.url, "mirror", seen.attempts, seen.listed, _why(seen.error), run_id)
         heard = self._heard(seen.attempts, metas, {meta.attempt.id for meta in metas})
-        diverged = diverged_there(catalog.others)
+        diverged, broken = diverged_there(catalog.others), self._parts_on_mirrors.broken
         return replace(
             row,
             heard=tuple(
@@ -426,7 +443,7 @@ class _Rows:
             copies=tuple(self._copy(mirror.url, meta, Origin.REMOTE, meta.kinds) for meta in saves),
             problems=(*self._problems(catalog, run_id, self._sent), *self._parts_on_mirrors.unread.get(mirror.url, ())),
             removed=tuple(catalog.tombstones),
-            parts_here=tuple(_parts_among(catalog.others)),
+            parts_here=tuple(_parts_among(one for one in catalog.others if f"{mirror.url}/{one}" not in broken)),
         )
 
     def _dropped_rows(self) -> list[Row]:
