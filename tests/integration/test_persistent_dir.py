@@ -899,3 +899,19 @@ def test_status_and_drain_say_where_the_copy_is(place: Place) -> None:
     assert f"in {place.kept}" in cli("drain", "--root", place.root).stderr
     shutil.rmtree(place.kept)
     assert cli("status", "--root", place.root).stdout.startswith("NOT SAFE: the newest state, step 5")
+
+
+def test_a_start_where_nothing_is_mounted_makes_no_directory_that_hides_it_from_the_mirror_beside(
+    tmp_path: Path,
+) -> None:
+    nfs = tmp_path / "nfs"
+    nfs.mkdir()
+    saved_run(tmp_path / "one", (1, 2), f"file://{nfs}/run-17")
+    nfs.rename(tmp_path / "away")
+    with (
+        pytest.raises(ConfigError, match=r"cannot be created: there is no .*/nfs") as refused,
+        CheckpointManager(tmp_path / "two", [f"file://{nfs}/run-17"], persistent_dir=nfs / "snapshots") as manager,
+    ):
+        manager.resume(new_state())
+    assert "Mount its file system" in refused.value.hint
+    assert not nfs.exists()

@@ -57,6 +57,7 @@ __all__ = [
     "note_diverged",
     "note_met",
     "note_sign",
+    "read_list_of_a_root",
     "read_local_attempts",
     "read_mirror_attempts",
     "trusted_attempts",
@@ -215,6 +216,21 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
             "%s/%s %s, and a start that claims the run rebuilds it: %s", mirror.url, names.WRITER_NAME, what, error
         )
         return None, info.generation
+
+
+def read_list_of_a_root(mirror: Mirror) -> AttemptList | None:
+    """Read the list of a place that is a trainer's root, or a copy of one, though it is given as a mirror.
+
+    Raises:
+        BrokenMeta: The list cannot be trusted.
+        StoreTemporary: The place does not answer.
+    """
+    try:
+        return attempts_from_bytes(mirror.store.read(names.ATTEMPTS_NAME, limit_bytes=_LIST_LIMIT_BYTES)[0])
+    except ObjectNotFound:
+        return None
+    except NewerFormat as error:
+        raise NewerFormat(f"{mirror.url}/{names.ATTEMPTS_NAME}: {error.message}") from error
 
 
 def attempts_here(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:

@@ -33,12 +33,12 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.core.lost_parts import how_to_go_on, parts_lost, without_parts
-from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
+from ckptmirror.core.model import Artifact, Attempt, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
 from ckptmirror.core.tensor_lists import loadable
-from ckptmirror.flow.places.attempt_lists import listed_attempts, read_mirror_attempts
+from ckptmirror.flow.places.attempt_lists import listed_attempts, read_list_of_a_root, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.daemon_pool import run_jobs
@@ -251,11 +251,15 @@ def _loose_files(root: Path, tops: Iterable[str]) -> dict[str, int]:
 
 def _undecided_on(root: Path, attempts: AttemptList | None) -> frozenset[str]:
     """Return what a person began here and a mirror did not take. Of what others began, this list does not tell it."""
-    listed = attempts.attempts if attempts is not None else ()
-    completed = attempts.completed if attempts is not None else ()
-    found = [one for one in listed if one.by_person and one.required and one.id not in completed]
+    found = _untaken(attempts)
     own = read_root_id(root).id if found else ""
     return frozenset(one.id for one in found if own and one.root == own)
+
+
+def _untaken(attempts: AttemptList | None) -> list[Attempt]:
+    listed = attempts.attempts if attempts is not None else ()
+    completed = attempts.completed if attempts is not None else ()
+    return [one for one in listed if one.by_person and one.required and one.id not in completed]
 
 
 def part_word(meta: Meta) -> str:
@@ -310,9 +314,10 @@ def mirror_catalog(
         BrokenMeta: The list of attempts cannot be trusted.
         StoreTemporary: The mirror does not answer.
     """
-    attempts = read_mirror_attempts(mirror)[0] if with_attempts else None
+    attempts, undecided = read_mirror_attempts(mirror)[0] if with_attempts else None, frozenset[str]()
     if with_attempts and attempts is None:
-        step = None
+        step, attempts = None, read_list_of_a_root(mirror)
+        undecided = frozenset(one.id for one in _untaken(attempts))
     prefix = "" if step is None else f"meta_{names.SaveName(step).stem}"
     listed = {info.name: info for info in mirror.store.list(prefix)}
     metas = [name for name in listed if (parsed := names.parse_name(name)) is not None and parsed.role == "meta"]
@@ -372,6 +377,7 @@ def mirror_catalog(
         torn=ids,
         damaged=damaged,
         loose=loose,
+        undecided=undecided,
     )
 
 

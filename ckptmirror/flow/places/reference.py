@@ -3,6 +3,7 @@
 Rules:
 * Only the text, names and links are read, and no meta. ``resolve`` finds the save behind the name; ``verify`` also
   looks at saves that are not whole.
+* The path of a mirror on this machine means its URL: its list, and the names of its objects, are not those of a root.
 * ``latest`` must point at one name beside it; otherwise it is refused. Any other link to a checkpoint is followed.
 """
 
@@ -16,6 +17,8 @@ from shlex import quote
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, UsageError
 from ckptmirror.core.model import KINDS, Kind
+from ckptmirror.local.table_place import is_mirror
+from ckptmirror.stores import normalise_url
 
 __all__ = ["CheckpointReference", "Located", "list_hint", "locate"]
 
@@ -45,7 +48,7 @@ class Located:
     """A place, and the name in it that was given.
 
     Attributes:
-        place: A directory, or a mirror's URL.
+        place: A directory, or a mirror's URL, also where the path of a mirror was given.
         name: The name of a save, or of a part of one, directly in the place; "" for the place as a whole.
         parsed: The parsed name; None without one.
         link: The path of ``latest``, if that was given; ``name`` is where it points.
@@ -92,14 +95,18 @@ def locate(reference: str | os.PathLike[str]) -> Located:
         if around is not None and around.role in ("legacy_dcp", "dcp"):
             return Located(path.parent.parent, path.parent.name, around)  # it describes its directory
     if parsed is not None:
-        return Located(path.parent, path.name, parsed)
+        return Located(_place(path.parent), path.name, parsed)
     if path.is_symlink() and _parse_save(path.resolve().name) is not None:
         return locate(path.resolve())
     if not path.is_dir():
         raise UsageError(
             f"{path} is not a checkpoint.", hint="Name a model file, a DCP directory, a meta, or their directory."
         )
-    return Located(path)
+    return Located(_place(path))
+
+
+def _place(path: Path) -> Path | str:
+    return normalise_url(str(path)) if is_mirror(path) else path
 
 
 def list_hint(place: Path | str) -> str:

@@ -47,6 +47,7 @@ from ckptmirror.flow.places.uncommitted import uncommitted_saves
 from ckptmirror.local import directories
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.save_logger import save_logger
+from ckptmirror.local.table_place import check_is_no_mirror, is_mirror
 from ckptmirror.stores import normalise_url, open_store
 
 if TYPE_CHECKING:
@@ -293,10 +294,14 @@ def resolve_resume_path(root: Path | str) -> Path | None:
     """Return the newest whole local checkpoint of the lineage, or None; within a save dcp, then model.
 
     A legacy checkpoint is not part of the lineage: it is logged, and not returned.
+
+    Raises:
+        NoTable: It is a mirror, whose objects may have other names.
     """
     root = directories.absolute_dir(root, "root")
     if not root.is_dir():
         return None
+    check_is_no_mirror(root)
     catalog = local_catalog(root)
     table = not_superseded(catalog, placed=True)
     if not table:
@@ -323,15 +328,31 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
 
     A directory that does not exist has no steps: an evaluation may poll it before the first save is there. (A
     :func:`list_checkpoints` of it raises, because it answers a person.)
+
+    Raises:
+        UsageError: There is no such kind.
     """
     from ckptmirror.flow.places.legacy_references import older_steps
 
+    if kind not in (None, *KINDS):
+        raise UsageError(f"There is no kind {kind!r}.", hint=f"The kinds are {', '.join(KINDS)}.")
     root = directories.absolute_dir(root, "root")
     if not root.is_dir():
         return []
     kinds = (kind,) if kind is not None else READ_ORDER
-    steps = {step for step, k in not_superseded(local_catalog(root)) if k in kinds}
+    steps = {step for step, k in not_superseded(_catalog_at(root)) if k in kinds}
     return sorted(steps | older_steps(root, kinds))
+
+
+def _catalog_at(directory: Path) -> Catalog:
+    if not is_mirror(directory):
+        return local_catalog(directory)
+    url = normalise_url(str(directory))
+    mirror = Mirror(url, False, open_store(url))
+    try:
+        return mirror_catalog(mirror)
+    finally:
+        mirror.store.close()
 
 
 def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:

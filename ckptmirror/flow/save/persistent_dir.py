@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
@@ -83,7 +84,7 @@ def open_persistent(root: Path, directory: Path | None) -> bool:
     """Create the directory, if one is configured, and return whether it was new.
 
     Raises:
-        ConfigError: It is the root, or one is inside the other; or it is on a FUSE file system.
+        ConfigError: It is the root, or one is inside the other; it is on a FUSE file system; or its parent is missing.
         LocalStorageUnwritable: It cannot be created.
     """
     if directory is None:
@@ -104,6 +105,11 @@ def _open(root: Path, directory: Path) -> bool:
         )
     refuse_fuse(directory, what="persistent_dir")
     is_new = not directory.exists()
+    if is_new and not there.parent.is_dir():  # a mirror beside it tells by the parent that nothing is mounted
+        raise ConfigError(
+            f"persistent_dir {directory} cannot be created: there is no {there.parent}.",
+            hint=f"Mount its file system; if it is a new place, run `mkdir -p {quote(str(there.parent))}` first.",
+        )
     directories.make_dirs(directory)
     if directory.stat().st_dev == root.stat().st_dev:
         _log.warning(

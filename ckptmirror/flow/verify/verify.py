@@ -40,7 +40,6 @@ from ckptmirror.flow.verify.contents import check_contents
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.flow.verify.table_feedback import Table
 from ckptmirror.flow.verify.tensors import TensorsFound, are_elsewhere, check_tensors
-from ckptmirror.local.table_place import is_mirror
 from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
@@ -129,10 +128,7 @@ def target_of(reference: str) -> Target:
     located = locate(reference)
     if not isinstance(located.place, Path):
         return Target(mirrors=(located.place,), name=located.name)
-    path = located.place
-    if not located.name and is_mirror(path):
-        return Target(mirrors=(str(path),))  # a mirror on this machine: objects there may have other names
-    return Target(root=path, name=located.name)
+    return Target(root=located.place, name=located.name)
 
 
 def verify(

@@ -1,0 +1,87 @@
+"""A mirror on this machine and a trainer's root mean the same by their path and by their URL."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptmirror import (
+    CheckpointManager,
+    find_local_checkpoint_steps,
+    list_checkpoints,
+    load_checkpoint,
+    resolve_checkpoint_reference,
+    resolve_resume_path,
+    stage_checkpoint_step,
+)
+from ckptmirror.core.errors import CheckpointNotFound, NoTable, UsageError
+from tests.kit.cli import run
+from tests.kit.training import everything, new_state, running, same, saved_run, train
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    (tmp_path / "nfs").mkdir()
+    return f"file://{tmp_path}/nfs/run"
+
+
+@pytest.mark.parametrize("spelled", [str, lambda path: f"file://{path}"], ids=["path", "url"])
+@pytest.mark.parametrize("place", ["root", "nfs/run"])
+def test_what_a_rewind_left_behind_is_nowhere_the_newest(
+    place: str, spelled: Callable[[Path], str], tmp_path: Path, url: str
+) -> None:
+    states = saved_run(tmp_path / "root", (1, 2, 3), url)
+    assert run("rewind", "--root", tmp_path / "root", "--step", "1").returncode == 0
+    given = spelled(tmp_path / place)
+    standing = {1: "current", 2: "superseded", 3: "superseded"}
+    assert {line.step: line.standing for line in list_checkpoints(given)} == standing
+    assert resolve_checkpoint_reference(given).step == 1
+    assert load_checkpoint(given).meta.step == 1
+    with CheckpointManager(tmp_path / "other") as manager:
+        manager.resume(state := new_state())
+        loaded = manager.load(state, given)
+        assert loaded.step == 1
+        assert same(everything(state), states[1])
+    assert stage_checkpoint_step(given, step="latest", dest=tmp_path / "staged").step == 1
+    with pytest.raises(CheckpointNotFound, match=r"Step 3 of .* is superseded"):
+        stage_checkpoint_step(given, step=3, dest=tmp_path / "staged")
+    assert load_checkpoint(f"{given}/model_000003.pt").meta.step == 3  # by its name it is there
+
+
+def test_the_steps_of_a_mirror_are_those_of_its_own_list(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "root", (1, 2, 3), url)
+    run("rewind", "--root", tmp_path / "root", "--step", "1")
+    mirror = tmp_path / "nfs" / "run"
+    assert find_local_checkpoint_steps(mirror) == find_local_checkpoint_steps(tmp_path / "root") == [1]
+    with pytest.raises(NoTable, match="is a mirror"):
+        resolve_resume_path(mirror)
+
+
+def test_the_steps_of_a_kind_that_there_is_not_are_asked_for_by_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no kind 'pt'"):
+        find_local_checkpoint_steps(tmp_path, kind="pt")  # type: ignore[arg-type]
+
+
+def test_the_objects_of_a_mirror_may_have_other_names_than_the_files_of_their_save(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "first", (1, 2), url)
+    with running(tmp_path / "second", url) as manager:
+        manager.resume(state := new_state(), policy=1)
+        train(state, 1)
+        manager.save(2, state).wait("mirrored")
+    mirror = tmp_path / "nfs" / "run"
+    (tagged,) = mirror.glob("dcp_000002-*")
+    for name in ("", f"/{tagged.name}"):
+        found = load_checkpoint(f"{mirror}{name}")
+        assert found.meta.save_id.startswith(tagged.name.partition("-")[2])
+
+
+def test_a_copy_of_a_root_has_the_list_of_the_root(tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "root", (1, 2, 3), url)
+    run("rewind", "--root", tmp_path / "root", "--step", "1")
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    assert stage_checkpoint_step(f"file://{tmp_path}/copy", step="latest", dest=tmp_path / "staged").step == 1
