@@ -188,6 +188,18 @@ def test_a_part_that_cannot_be_read_now_sets_no_job_back(tmp_path: Path) -> None
     expect(Job(tmp_path, "ac", kinds=("dcp",)).run(), STEP, "anywhere", first[0])
 
 
+def test_a_part_that_is_damaged_on_the_mirror_is_named_by_the_start_that_goes_back(tmp_path: Path) -> None:
+    job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
+    job.run()
+    shutil.rmtree(tmp_path / "b")
+    (tmp_path / "mirror" / "meta_000002.json").unlink()
+    (part,) = (tmp_path / "mirror" / "parts").glob("meta_000002-*.part00002-of-00002.json")
+    part.write_bytes(part.read_bytes()[:-9])
+    for found in replace(job, nodes="ac", steps=()).run():
+        assert (found.step, found.failed) == (1, "")
+        assert re.search(f"{part.name}.*not JSON", found.passed_over), found.passed_over
+
+
 def test_a_part_that_a_later_version_wrote_sets_no_job_back(tmp_path: Path) -> None:
     job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
     job.run()

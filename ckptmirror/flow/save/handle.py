@@ -98,7 +98,12 @@ class SaveHandle:
         self._untaken = threading.Lock()
 
     def done(self, phase: Phase = "committed") -> bool:
-        """Return whether the save reached the phase. It stays False if the save failed before that phase."""
+        """Return whether the save reached the phase. It stays False if the save failed before that phase.
+
+        Raises:
+            UsageError: There is no such phase.
+        """
+        _check_phase(phase)
         if phase == "mirrored" and self._reached == _PHASES.index("committed"):
             self._ask_mirrored(0.0)
         return self._reached >= _PHASES.index(phase)
@@ -112,13 +117,13 @@ class SaveHandle:
             timeout_s: The limit, in seconds.
 
         Raises:
+            UsageError: There is no such phase.
             BackgroundSaveFailed: The save failed; the cause is attached.
             WaitTimeout: ``timeout_s`` seconds passed.
             DeadlinePassed: It is not mirrored: an upload failed for good, or the leader of this node has ended.
             AttemptFenced: It is not mirrored, and never will be by this attempt: a newer one has started.
         """
-        if until not in _PHASES:
-            raise UsageError(f"A save is never {until!r}.", hint=f"Wait for one of {', '.join(map(repr, _PHASES))}.")
+        _check_phase(until)
         deadline = time.monotonic() + timeout_s
         local = min(_PHASES.index(until), _PHASES.index("committed"))
         with self._state:
@@ -237,3 +242,8 @@ def raise_skipped(skipped: list[SaveHandle]) -> None:
         error = unseen[-1]._error
         assert isinstance(error, LocalStorageFull)
         raise BackgroundSaveFailed(f"{what} skipped: {error}", hint=error.hint) from error
+
+
+def _check_phase(phase: str) -> None:
+    if phase not in _PHASES:
+        raise UsageError(f"A save is never {phase!r}.", hint=f"Wait for one of {', '.join(map(repr, _PHASES))}.")

@@ -162,7 +162,7 @@ class _PartsBeside:
 
     Attributes:
         metas: Those that could be read.
-        unread: Those that may be whole but cannot be read, by mirror: no start goes back past their saves.
+        unread: Those that cannot be read, by mirror. Where one may be whole, no start goes back past its save.
         broken: Those that are damaged, by URL: they are as good as absent.
     """
 
@@ -191,7 +191,7 @@ def _parts_beside(disks: Sequence[DiskFacts], mirrors: Sequence[Mirror], seen: d
                     found.metas += read_parts(mirror, replace(there, names=absent), errors)
                     other = next(iter(ours.values()))
                     problems = [_part_unread(mirror, name, other, error) for name, error in errors.items()]
-                    found.unread.setdefault(mirror.url, []).extend(one for one in problems if one.hindrance)
+                    found.unread.setdefault(mirror.url, []).extend(problems)
                     broken = [one for one, why in errors.items() if _is_damage(why)]
                     found.broken.update(f"{mirror.url}/{name}" for name in broken)
         except CkptMirrorError as error:

@@ -40,6 +40,8 @@ def test_a_wait_that_runs_out_says_for_what() -> None:
 def test_an_unknown_phase_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="never 'done'"):
         SaveHandle(1, ("dcp",)).wait("done")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="never 'verified'"):
+        SaveHandle(1, ("dcp",)).done("verified")  # type: ignore[arg-type]
 
 
 def test_a_failure_keeps_its_cause_and_hint_and_frees_every_wait() -> None:
