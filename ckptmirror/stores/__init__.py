@@ -81,7 +81,7 @@ def _understood(url: str) -> tuple[ModuleType, str]:
     """Return the scheme's module and the normalised URL. The hint of an error shows the nearest valid URL."""
     if re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", url.strip()):  # blanks around it have a hint of their own
         raise ConfigError(f"{url!a} has characters that no mirror's URL has.", hint="For example gs://bucket/prefix.")
-    if _SEVERAL.search(url):
+    if _SEVERAL.search(url.strip()):
         hint = 'Give each by itself: mirrors=["gs://one/run", "gs://two/run"], or with a comma in CKPTMIRROR_MIRRORS.'
         raise ConfigError("These are several URLs in one.", hint=hint)
     try:

@@ -116,14 +116,16 @@ def go_on(rank: int, base: Path, nodes: str, steps: tuple[int, ...], mirrors: tu
     return message if kind != "value" else ""
 
 
-@pytest.mark.parametrize("keep", [1, 9])
+@pytest.mark.parametrize(("keep", "loses_parts"), [(1, False), (9, False), (9, True)])
 def test_i1_a_part_goes_only_once_it_is_on_a_mirror_that_waits_for_a_node_which_is_away(
-    keep: int, tmp_path: Path
+    keep: int, loses_parts: bool, tmp_path: Path
 ) -> None:
-    """The node comes back, and completes the save there, whether or not the other still has its part."""
+    """The node comes back, and completes the save there, if the mirror or the other still has that one's part."""
     assert run_ranks(2, go_on, tmp_path, "ab", (1,), ("mirror",), 9) == ["", ""]
     assert run_ranks(2, go_on, tmp_path, "bc", (2, 3), ("mirror", "added"), keep) == ["", ""]
     assert steps_on(tmp_path / "b") == ([3] if keep == 1 else [1, 2, 3])
+    if loses_parts:
+        shutil.rmtree(tmp_path / "added" / "parts")
     assert run_ranks(2, go_on, tmp_path, "ab", (4,), ("mirror", "added"), 9) == ["", ""]
     store = open_store(f"file://{tmp_path}/added")
     try:

@@ -93,6 +93,7 @@ _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itse
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
 _NOTHING_TORN = Torn()
+_NO_DISK = "no disk of this job has"  # why a save is skipped: until the disk is back
 _DELETIONS_LIMIT = 100  # how often the control directory is recreated while somebody is still deleting it
 
 
@@ -203,6 +204,7 @@ class Node:
         for save_id, reason in (abandoned or {}).items():
             if self.table.skip(save_id, reason):
                 _log.warning("%s; this node's part is not uploaded", reason)
+        self.table.take_back(torn.together, _NO_DISK)
         self.table.claim_identity(RootIdentity.of(self.root, claim.run_id))
         self._start_services(claim)
         self.write_status("running")
@@ -498,7 +500,7 @@ class Node:
         for save_id, urls in self._cannot_be_on.items():
             sent = [url for url in urls if self._only_waits_for_nodes(save_id, {url})]
             for url in sent:
-                if self.table.skip(save_id, "no disk of this job has what other nodes had to send here", mirror=url):
+                if self.table.skip(save_id, f"{_NO_DISK} what other nodes had to send here", mirror=url):
                     save_logger(_log, mirror=url).warning(
                         "save %s stays incomplete on %s: no disk of this job has what other nodes had to send there, "
                         "and another required mirror has the save",
@@ -521,7 +523,7 @@ class Node:
             workers.wait_until_verified(self._has_sent_what_is_behind, _BEHIND_WAIT_S)
         for meta in whole:
             if meta.save_id in self._behind and self._only_waits_for_nodes(meta.save_id, mirrors):
-                why = f"step {meta.step} is abandoned: no disk of this job has the rest, and the run went on without it"
+                why = f"step {meta.step} is abandoned: {_NO_DISK} the rest, and the run went on without it"
                 self.table.skip(meta.save_id, why)
                 save_logger(_log, meta).warning("%s; this node's part, which the mirrors have, may go", why)
                 self._abandoned |= {meta.save_id}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.errors import IllegalTransition, IntegrityError
 from ckptmirror.core.lifecycle import RecordState, check_transition
 from ckptmirror.core.model import Artifact
 from ckptmirror.local.uploads.lease_clock import LeaseClock
@@ -183,6 +183,8 @@ def retried(record: UploadRecord, clock: LeaseClock) -> UploadRecord:
 
 def unverified(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRecord:
     """From verified to pending: the object is gone, or differs from what was verified."""
+    if record.state is not RecordState.VERIFIED:
+        raise IllegalTransition(f"An upload record that is {record.state.value} was not verified.")
     changes: dict[str, Any] = {"generation": None, "session": None}
     if record.role == "meta":
         changes |= {"size_bytes": None, "crc32c": None}
@@ -192,6 +194,11 @@ def unverified(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRe
 def skipped(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRecord:
     """From any state of a file that is not on the mirror to skipped."""
     return _moved(record, RecordState.SKIPPED, clock, reason, session=None)
+
+
+def taken_back(record: UploadRecord, clock: LeaseClock) -> UploadRecord:
+    """From skipped to pending."""
+    return _moved(record, RecordState.PENDING, clock, f"taken back after: {record.reason}"[:1000])
 
 
 def removed(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRecord:

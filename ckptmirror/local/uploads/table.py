@@ -506,6 +506,19 @@ class UploadsTable:
             lambda r: changes.skipped(r, reason, self._clock),
         )
 
+    def take_back(self, save_ids: Collection[str], why: str) -> int:
+        """Make the records of these saves pending again that were skipped for a reason with ``why`` in it.
+
+        Returns how many.
+        """
+        return self._change_all(
+            "take_back",
+            "read all records in a state",
+            {"state": RecordState.SKIPPED.value},
+            lambda r: r.save_id in save_ids and why in (r.reason or ""),
+            lambda r: changes.taken_back(r, self._clock),
+        )
+
     def remove(self, save_id: str, mirror: str, reason: str) -> int:
         """Mark a save as removed: the mirror has a tombstone in its place. Returns how many records changed."""
         return self._change_all(

@@ -163,6 +163,14 @@ class TableAgainstModel(RuleBasedStateMachine):
         for row in wanted:
             row.state = RecordState.SKIPPED
 
+    @rule(numbers=st.sets(st.integers(1, 8)), why=st.sampled_from(["poli", "another"]))
+    def take_back(self, numbers: set[int], why: str) -> None:
+        ids = {save_id_of(number) for number in numbers} if why == "poli" else set()
+        rows = [row for k, row in self.model.rows.items() if k[0] in ids and row.state is RecordState.SKIPPED]
+        assert self.table.take_back({save_id_of(number) for number in numbers}, why) == len(rows)
+        for row in rows:
+            row.state, row.not_before_ms = RecordState.PENDING, 0
+
     @rule(number=st.integers(1, 8), mirror=st.sampled_from(MIRRORS))
     def remove(self, number: int, mirror: str) -> None:
         wanted = [
@@ -182,7 +190,7 @@ class TableAgainstModel(RuleBasedStateMachine):
         if row.state is RecordState.VERIFIED:
             self.table.unverify(*key, reason="gone")
             row.state, row.not_before_ms = RecordState.PENDING, 0
-        elif row.state is not RecordState.UPLOADING and row.state is not RecordState.FAILED:
+        else:
             with pytest.raises(IllegalTransition):
                 self.table.unverify(*key, reason="gone")
 
