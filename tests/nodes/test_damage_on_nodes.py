@@ -178,11 +178,18 @@ def test_what_a_lost_node_had_sent_is_put_together_with_what_another_has_not_sen
     assert re.search(r"^ +2 +dcp .* current ", listed, re.MULTILINE), listed
 
 
+def lose_a_node(base: Path) -> Path:
+    """The disk of node b is lost, and the mirror loses the meta of step 2; return where it has the part of node b."""
+    shutil.rmtree(base / "b")
+    (base / "mirror" / "meta_000002.json").unlink()
+    (part,) = (base / "mirror" / "parts").glob("meta_000002-*.part00002-of-00002.json")
+    return part
+
+
 def test_a_part_that_cannot_be_read_now_sets_no_job_back(tmp_path: Path) -> None:
     job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
     first = job.run()
-    shutil.rmtree(tmp_path / "b")
-    (tmp_path / "mirror" / "meta_000002.json").unlink()
+    lose_a_node(tmp_path)
     for found in replace(job, nodes="ac", steps=()).run(resume_without_parts):
         assert "the link is slow today" in found.failed
     expect(Job(tmp_path, "ac", kinds=("dcp",)).run(), STEP, "anywhere", first[0])
@@ -191,9 +198,7 @@ def test_a_part_that_cannot_be_read_now_sets_no_job_back(tmp_path: Path) -> None
 def test_a_part_that_is_damaged_on_the_mirror_is_named_by_the_start_that_goes_back(tmp_path: Path) -> None:
     job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
     job.run()
-    shutil.rmtree(tmp_path / "b")
-    (tmp_path / "mirror" / "meta_000002.json").unlink()
-    (part,) = (tmp_path / "mirror" / "parts").glob("meta_000002-*.part00002-of-00002.json")
+    part = lose_a_node(tmp_path)
     part.write_bytes(part.read_bytes()[:-9])
     for found in replace(job, nodes="ac", steps=()).run():
         assert (found.step, found.failed) == (1, "")
@@ -203,9 +208,7 @@ def test_a_part_that_is_damaged_on_the_mirror_is_named_by_the_start_that_goes_ba
 def test_a_part_that_a_later_version_wrote_sets_no_job_back(tmp_path: Path) -> None:
     job = Job(tmp_path, "ab", (1, STEP), kinds=("dcp",))
     job.run()
-    shutil.rmtree(tmp_path / "b")
-    (tmp_path / "mirror" / "meta_000002.json").unlink()
-    (part,) = (tmp_path / "mirror" / "parts").glob("meta_000002-*.part00002-of-00002.json")
+    part = lose_a_node(tmp_path)
     part.write_bytes(of_a_later_version(part.read_bytes()))
     for found in replace(job, nodes="ac", steps=()).run():
         assert found.step is None
