@@ -19,14 +19,17 @@ from ckptmirror.core.model import Meta
 from ckptmirror.core.problems import PARTS_OF_SAVES, Problem
 
 __all__ = [
+    "LEFT_OFF_TEXT",
     "ROLES",
     "NodeShare",
     "PartsThere",
     "Uncommitted",
     "damaged_part_text",
+    "given_up_text",
     "held_back_text",
     "is_behind_text",
     "is_held_back_text",
+    "is_left_off_text",
     "is_superseded_text",
     "node_behind_text",
     "parts_there",
@@ -36,6 +39,9 @@ __all__ = [
 
 _NAMED = 8  # as many nodes are named
 _HELD_BACK = "is held back"
+_NO_DISK = "no disk of this job has"
+LEFT_OFF_TEXT = f"{_NO_DISK} what other nodes had to send here"
+"""Why a save is left off a mirror where it cannot become whole."""
 _SUPERSEDED = "is superseded, and is not committed on"
 ROLES = tuple(sorted(PARTS_OF_SAVES - {"part"}))
 """What the names of a save's objects begin with."""
@@ -77,6 +83,16 @@ def held_back_text(step: int, url: str, attempt: str, way: str) -> str:
 def is_held_back_text(reason: str | None) -> bool:
     """Whether a save waits for that alone."""
     return reason is not None and _HELD_BACK in reason
+
+
+def given_up_text(step: int) -> str:
+    """Say that a save is waited for on no mirror any more, since the run went on without it."""
+    return f"step {step} is abandoned: {_NO_DISK} the rest, and the run went on without it"
+
+
+def is_left_off_text(reason: str) -> bool:
+    """Whether a save is not waited for on a mirror, or on any, until a job has the disks of all nodes of it."""
+    return _NO_DISK in reason
 
 
 def superseded_text(step: int, url: str, why: str) -> str:

@@ -92,7 +92,7 @@ class Status:
         awaited: ``step N: reason`` of each unsafe file that only waits for another node, or for a save of a newer
             attempt. Nothing here can send it.
         pushed: Mirrors that a person pushed to, beside the trainer's, each with how many saves of this disk it lacks.
-        pushed_awaited: Why those of them lack saves to which nothing here can send any more.
+        pushed_awaited: For each of them that lacks only saves of which nothing here can send more: why.
         optional: As ``pushed``, of all mirrors that are not required.
     """
 

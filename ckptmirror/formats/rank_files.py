@@ -183,22 +183,17 @@ def live_at(like: Any, path: TreePath) -> Any:
     return like
 
 
-def check_device(device: str) -> None:
-    """Check that tensors can be moved to a device.
+def check_device(map_location: str) -> None:
+    """Check that tensors can be moved to a device; a torch without CUDA raises an AssertionError.
 
     Raises:
         UsageError: This machine has none of that name, or cannot use it.
     """
     try:
-        torch.empty(0, device=device)
-    except (
-        AssertionError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # a build without CUDA asserts that it has it
+        torch.empty(0, device=map_location)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise UsageError(
-            f"map_location is {device!r}, and this machine cannot use such a device: {error}",
+            f"map_location is {map_location!r}, and this machine cannot use such a device: {error}",
             hint='Write map_location="cpu", or the name of a device that this machine has.',
         ) from error
 

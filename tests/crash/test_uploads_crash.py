@@ -62,7 +62,7 @@ def verbs() -> list[Verb]:
             verified,
             lambda t, i=save_id, s=step: t.unverify(i, f"dcp_{s:06d}/__0_0.distcp", GS, "gone", with_meta=True),
             lambda t, i=save_id: t.skip(i, "policy"),
-            lambda t, i=save_id: t.take_back([i], "policy"),
+            lambda t, i=save_id: t.take_back([i], "policy".__eq__),
             lambda t, i=save_id: t.skip(i, "policy"),
             lambda t, i=save_id: t.remove(i, GS, "tombstone"),
             lambda t, i=save_id: t.forget_save(i),

@@ -106,18 +106,16 @@ class Torn:
             required mirror, nobody continues from these any more.
         cannot_be_on: Mirrors where one cannot become whole any more. A required mirror has it; these were added since,
             or lost it. Or it is on the lineage, and these have a later save of that.
-        together: Not torn: the saves that the disks of this job have whole, together or each for itself.
     """
 
     all: frozenset[str] = frozenset()
     behind: frozenset[str] = frozenset()
     cannot_be_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    together: frozenset[str] = frozenset()
 
     def without(self, save_id: str) -> Torn:
         """Return the same without a save that has been brought whole in the place of its part since."""
         others = {one: mirrors for one, mirrors in self.cannot_be_on.items() if one != save_id}
-        return replace(self, all=self.all - {save_id}, behind=self.behind - {save_id}, cannot_be_on=others)
+        return Torn(self.all - {save_id}, self.behind - {save_id}, others)
 
 
 def torn(evidence: Evidence, attempt: Attempt) -> Torn:
@@ -139,7 +137,6 @@ def torn(evidence: Evidence, attempt: Attempt) -> Torn:
         frozenset(part.save.save_id for part in evidence.disk.parts) - whole - ours,
         frozenset(one.save_id for one in nowhere if standing[one.save_id] == "superseded"),
         _cannot_be_on(evidence, [*counted.saves, *nowhere], known.values(), counting),
-        frozenset(whole),
     )
 
 

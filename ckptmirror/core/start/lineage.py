@@ -30,10 +30,12 @@ __all__ = [
     "SaveFacts",
     "Standing",
     "attempts_of_metas",
+    "counted_by_a_reader",
     "is_fast_forward",
     "lineage",
     "merge_attempts",
     "next_number",
+    "untaken",
 ]
 
 Standing = Literal["current", "replaced", "superseded", "unknown"]
@@ -218,6 +220,31 @@ def is_fast_forward(
     numbers = {one.id: one.number for one in after.way}
     older = {one.save_id for one in after.all_on_it() if (numbers[one.attempt], one.attempt) <= newest}
     return before.on_it() <= after.on_it() and older <= before.on_it()
+
+
+def counted_by_a_reader(listed: AttemptList, metas: Iterable[Meta], undecided: Collection[str]) -> set[str]:
+    """Return the attempts that count for who reads one place alone: its metas tell them, and what its list decides.
+
+    That is a person's decision, if it was not one that failed, and that a start of this root continued from another
+    root's save, if every required mirror took its claim. Of one that continued from a save made here, the metas tell
+    enough: what the start could not load may be read in part.
+
+    Args:
+        listed: The list of the place.
+        metas: Every meta that is there.
+        undecided: A person's attempts that not every required mirror took.
+    """
+    metas = tuple(metas)
+    made_here = {meta.save_id for meta in metas if meta.staged_from is None}
+    by_person = {one.id for one in listed.attempts if one.by_person and one.id not in undecided}
+    parents = {one.id: one.parent.save_id for one in listed.attempts if one.parent is not None}
+    from_elsewhere = {one for one in listed.completed if one in parents and parents[one] not in made_here}
+    return {meta.attempt.id for meta in metas} | by_person | from_elsewhere
+
+
+def untaken(listed: AttemptList) -> list[Attempt]:
+    """Return the attempts of persons that a root's list does not say every required mirror took."""
+    return [one for one in listed.attempts if one.by_person and one.required and one.id not in listed.completed]
 
 
 def merge_attempts(*lists: AttemptList) -> AttemptList:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptmirror.core import names, signing
@@ -103,16 +104,22 @@ def listed_attempts(root: Path) -> AttemptList | None:
         LocalStorageUnwritable: This user may not read it.
     """
     path = root / names.ATTEMPTS_NAME
+    with _list_at(path), permitted(path):
+        return read_local_attempts(root)
+
+
+@contextmanager
+def _list_at(place: object) -> Iterator[None]:
+    """Name the list that cannot be trusted, and what repairs it."""
     try:
-        with permitted(path):
-            return read_local_attempts(root)
+        yield
     except NewerFormat as error:
-        raise NewerFormat(f"{path}: {error.message}") from error
+        raise NewerFormat(f"{place}: {error.message}") from error
     except NotSigned as error:
-        raise NotSigned(f"{path} {NOT_BELIEVED}: {error.message}") from error
+        raise NotSigned(f"{place} {NOT_BELIEVED}: {error.message}") from error
     except BrokenMeta as error:
         raise BrokenMeta(
-            f"{path} is broken: {error.message}", hint="The next start of the trainer rebuilds it."
+            f"{place} is broken: {error.message}", hint="The next start of the trainer rebuilds it."
         ) from error
 
 
@@ -200,21 +207,12 @@ def read_mirror_attempts(mirror: Mirror, *, mend: bool = False) -> tuple[Attempt
     if info.crc32c is not None and crc32c(data) != info.crc32c:  # broken in transit: the mirror's object is fine
         raise Temporary(f"{mirror.url}/{names.WRITER_NAME} arrived broken.")
     try:
-        return attempts_from_bytes(data), info.generation
-    except NewerFormat as error:
-        raise NewerFormat(f"{mirror.url}/{names.WRITER_NAME}: {error.message}") from error
+        with _list_at(f"{mirror.url}/{names.WRITER_NAME}"):
+            return attempts_from_bytes(data), info.generation
     except BrokenMeta as error:
-        if not mend and isinstance(error, NotSigned):
-            raise NotSigned(f"{mirror.url}/{names.WRITER_NAME} {NOT_BELIEVED}: {error.message}") from error
-        if not mend:
-            raise BrokenMeta(
-                f"{mirror.url}/{names.WRITER_NAME} is broken: {error}",
-                hint="The next start of the trainer rebuilds it.",
-            ) from error
-        what = NOT_BELIEVED if isinstance(error, NotSigned) else "is broken"
-        save_logger(_log, mirror=mirror.url).error(
-            "%s/%s %s, and a start that claims the run rebuilds it: %s", mirror.url, names.WRITER_NAME, what, error
-        )
+        if isinstance(error, NewerFormat) or not mend:
+            raise
+        save_logger(_log, mirror=mirror.url).error("%s; a start that claims the run rebuilds it", error)
         return None, info.generation
 
 
@@ -226,11 +224,11 @@ def read_list_of_a_root(mirror: Mirror) -> AttemptList | None:
         StoreTemporary: The place does not answer.
     """
     try:
-        return attempts_from_bytes(mirror.store.read(names.ATTEMPTS_NAME, limit_bytes=_LIST_LIMIT_BYTES)[0])
+        data, _ = mirror.store.read(names.ATTEMPTS_NAME, limit_bytes=_LIST_LIMIT_BYTES)
     except ObjectNotFound:
         return None
-    except NewerFormat as error:
-        raise NewerFormat(f"{mirror.url}/{names.ATTEMPTS_NAME}: {error.message}") from error
+    with _list_at(f"{mirror.url}/{names.ATTEMPTS_NAME}"):
+        return attempts_from_bytes(data)
 
 
 def attempts_here(root: Path) -> tuple[AttemptList | None, BrokenMeta | None]:

@@ -33,10 +33,10 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.core.lost_parts import how_to_go_on, parts_lost, without_parts
-from ckptmirror.core.model import Artifact, Attempt, AttemptList, Kind, Meta, Tombstone
+from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta, Tombstone
 from ckptmirror.core.problems import Hindrance, Problem, facts_of
 from ckptmirror.core.reach import Reach, reach_after
-from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, lineage
+from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, counted_by_a_reader, lineage, untaken
 from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.flow.places.attempt_lists import listed_attempts, read_list_of_a_root, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror
@@ -87,7 +87,7 @@ class Catalog:
         damaged: What is damaged of each save that is not whole, by save id.
         others: On a disk, the names that look like a save's and that no meta names; on a mirror, all names.
         loose: The sizes of the files that look like a save's and that no meta here names, by path, in bytes.
-        undecided: On a disk, a person's attempts that were made there and that not every required mirror took.
+        undecided: In a root, a person's attempts that were made there and that not every required mirror took.
     """
 
     place: str
@@ -183,20 +183,13 @@ class Catalog:
     def lineage(self, attempts: AttemptList | None = None) -> Lineage:
         """Order the saves by ``attempts``, which then all count; None: by the place's own list and its metas.
 
-        A reader of one place trusts what the list there records: a person's decision, if it was not one that failed,
-        and that a start of this root continued from another root's save, if every required mirror took its claim.
+        What counts then is decided by ``core.start.lineage.counted_by_a_reader``.
         """
         saves = [facts_of(meta) for meta in self.saves.values()]
         if attempts is not None:
             return lineage(attempts.attempts, saves)
-        known = self.attempts.attempts if self.attempts is not None else ()
-        completed = self.attempts.completed if self.attempts is not None else ()
-        counting = {meta.attempt.id for meta in self.metas()}
-        counting |= {one.id for one in known if one.by_person and one.id not in self.undecided}
-        made_here = {meta.save_id for meta in self.metas() if meta.staged_from is None}
-        from_elsewhere = [one for one in known if one.parent is not None and one.parent.save_id not in made_here]
-        counting |= {one.id for one in from_elsewhere if one.id in completed}
-        return lineage(known, saves, counting)
+        listed = self.attempts if self.attempts is not None else AttemptList("")
+        return lineage(listed.attempts, saves, counted_by_a_reader(listed, self.metas(), self.undecided))
 
 
 def _own_names(path: str, save_id: str) -> tuple[str, str]:
@@ -251,15 +244,9 @@ def _loose_files(root: Path, tops: Iterable[str]) -> dict[str, int]:
 
 def _undecided_on(root: Path, attempts: AttemptList | None) -> frozenset[str]:
     """Return what a person began here and a mirror did not take. Of what others began, this list does not tell it."""
-    found = _untaken(attempts)
+    found = untaken(attempts) if attempts is not None else []
     own = read_root_id(root).id if found else ""
     return frozenset(one.id for one in found if own and one.root == own)
-
-
-def _untaken(attempts: AttemptList | None) -> list[Attempt]:
-    listed = attempts.attempts if attempts is not None else ()
-    completed = attempts.completed if attempts is not None else ()
-    return [one for one in listed if one.by_person and one.required and one.id not in completed]
 
 
 def part_word(meta: Meta) -> str:
@@ -314,10 +301,9 @@ def mirror_catalog(
         BrokenMeta: The list of attempts cannot be trusted.
         StoreTemporary: The mirror does not answer.
     """
-    attempts, undecided = read_mirror_attempts(mirror)[0] if with_attempts else None, frozenset[str]()
-    if with_attempts and attempts is None:
-        step, attempts = None, read_list_of_a_root(mirror)
-        undecided = frozenset(one.id for one in _untaken(attempts))
+    attempts = of_a_root = None
+    if with_attempts and (attempts := read_mirror_attempts(mirror)[0]) is None:
+        step, attempts = None, (of_a_root := read_list_of_a_root(mirror))
     prefix = "" if step is None else f"meta_{names.SaveName(step).stem}"
     listed = {info.name: info for info in mirror.store.list(prefix)}
     metas = [name for name in listed if (parsed := names.parse_name(name)) is not None and parsed.role == "meta"]
@@ -377,7 +363,7 @@ def mirror_catalog(
         torn=ids,
         damaged=damaged,
         loose=loose,
-        undecided=undecided,
+        undecided=frozenset(one.id for one in untaken(of_a_root)) if of_a_root is not None else frozenset(),
     )
 
 

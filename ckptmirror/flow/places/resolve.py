@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -263,9 +263,8 @@ def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointRef
     from ckptmirror.flow.places.legacy_references import not_on_a_mirror, older_on_mirror
 
     parsed, last = located.parsed, located.name
-    url = normalise_url(place)
-    mirror = Mirror(url, False, open_store(url))
-    try:
+    with _opened(place) as mirror:
+        url = mirror.url
         if parsed is None:
             catalog = mirror_catalog(mirror)
             if not catalog.saves and (older := older_on_mirror(catalog.others)):
@@ -274,12 +273,11 @@ def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointRef
             return CheckpointReference(url, meta.step, chosen, meta.save_id)
         if parsed.role in ("legacy_dcp", "legacy_meta"):
             raise not_on_a_mirror(url, last)
-        catalog = mirror_catalog(mirror, step=parsed.step)
-        named = read_mirror_meta(mirror.store, last)[0].save_id if parsed.role == "meta" else None
-    except ObjectNotFound as error:
-        raise CheckpointNotFound(f"{url} has no {last}.", hint=list_hint(url)) from error
-    finally:
-        mirror.store.close()
+        try:
+            catalog = mirror_catalog(mirror, step=parsed.step)
+            named = read_mirror_meta(mirror.store, last)[0].save_id if parsed.role == "meta" else None
+        except ObjectNotFound as error:
+            raise CheckpointNotFound(f"{url} has no {last}.", hint=list_hint(url)) from error
     for meta in catalog.saves.values():
         if meta.save_id == named or last in {a.object_name.partition("/")[0] for a in meta.artifacts}:
             return CheckpointReference(url, meta.step, _kind_of(last, meta, kind), meta.save_id)
@@ -347,10 +345,16 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
 def _catalog_at(directory: Path) -> Catalog:
     if not is_mirror(directory):
         return local_catalog(directory)
-    url = normalise_url(str(directory))
+    with _opened(str(directory)) as mirror:
+        return mirror_catalog(mirror)
+
+
+@contextlib.contextmanager
+def _opened(url: str) -> Iterator[Mirror]:
+    url = normalise_url(url)
     mirror = Mirror(url, False, open_store(url))
     try:
-        return mirror_catalog(mirror)
+        yield mirror
     finally:
         mirror.store.close()
 
@@ -371,13 +375,9 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
     if isinstance(located.place, Path):
         lines = _listed(local_catalog(located.place), located.place)
     else:
-        url = normalise_url(located.place)
-        mirror = Mirror(url, False, open_store(url))
-        try:
+        with _opened(located.place) as mirror:
             catalog = mirror_catalog(mirror)
             lines = _listed(catalog, None, uncommitted_saves(mirror, catalog, with_parts=False))
-        finally:
-            mirror.store.close()
     step = located.parsed.step if located.parsed is not None else None
     return [line for line in lines if step in (None, line.step)]
 

@@ -190,6 +190,11 @@ class Bringer:
             for save in never_whole(self.seen.evidence)
         }
 
+    @property
+    def whole(self) -> frozenset[str]:
+        """The ids of the saves that the disks of this job have whole, alone or together."""
+        return frozenset(copy.save.save_id for copy in self.seen.evidence.disk.copies)
+
     def torn(self, attempt: Attempt, proposal: Proposal) -> Torn:
         """Return the saves of which disks of this job have parts, and no disk of this job has the rest.
 

@@ -41,6 +41,7 @@ from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.disks import Torn
 from ckptmirror.core.start.quarantine import FAILED_STARTS
+from ckptmirror.core.uncommitted import LEFT_OFF_TEXT, given_up_text, is_left_off_text
 from ckptmirror.flow.places.attempt_lists import note_diverged, note_sign
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
@@ -93,7 +94,6 @@ _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itse
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
 _NOTHING_TORN = Torn()
-_NO_DISK = "no disk of this job has"  # why a save is skipped: until the disk is back
 _DELETIONS_LIMIT = 100  # how often the control directory is recreated while somebody is still deleting it
 
 
@@ -188,7 +188,13 @@ class Node:
             return None
         return persistent_catalog(self.persistent_dir, patience_s=total_s_of_environment())
 
-    def start(self, claim: RunClaim, abandoned: Mapping[str, str] | None = None, torn: Torn = _NOTHING_TORN) -> None:
+    def start(
+        self,
+        claim: RunClaim,
+        abandoned: Mapping[str, str] | None = None,
+        torn: Torn = _NOTHING_TORN,
+        whole: Collection[str] = (),
+    ) -> None:
         """Let uploads and rotation run for an attempt that has claimed the run.
 
         Args:
@@ -196,6 +202,7 @@ class Node:
             abandoned: The saves of which this node may have a part and which can never be whole, with the reason.
             torn: The saves of which this node may have a part, and no disk of this job the rest. Its part is uploaded,
                 but nothing waits for the parts of nodes that are not of this job.
+            whole: The saves that the disks of this job have whole. What was left off a mirror until then is sent.
         """
         self.claim = claim
         self._signs = set()
@@ -204,7 +211,7 @@ class Node:
         for save_id, reason in (abandoned or {}).items():
             if self.table.skip(save_id, reason):
                 _log.warning("%s; this node's part is not uploaded", reason)
-        self.table.take_back(torn.together, _NO_DISK)
+        self.table.take_back(whole, is_left_off_text)
         self.table.claim_identity(RootIdentity.of(self.root, claim.run_id))
         self._start_services(claim)
         self.write_status("running")
@@ -367,7 +374,7 @@ class Node:
             False if the time runs out, or as soon as only permanent failures are left, or this attempt is fenced, or
             the run was asked to stop.
         """
-        workers = self._workers
+        rotation, workers = self._rotation_thread, self._workers
         if workers is None:
             return False
         if self.unsafe_saves(save_id):
@@ -377,8 +384,8 @@ class Node:
         def is_over() -> bool:
             if self.fenced() is not None or is_stopped():
                 return True
-            if self._rotation_thread is not None and self._has_sent_what_is_left_off():
-                self._rotation_thread.wake()
+            if rotation is not None and self._has_sent_what_is_left_off():
+                rotation.wake()
             asked = save_id is not None or self._audit is None or not self._audit.waits_for(self._counting())
             return asked and not self._still_moving(save_id)
 
@@ -500,7 +507,7 @@ class Node:
         for save_id, urls in self._cannot_be_on.items():
             sent = [url for url in urls if self._only_waits_for_nodes(save_id, {url})]
             for url in sent:
-                if self.table.skip(save_id, f"{_NO_DISK} what other nodes had to send here", mirror=url):
+                if self.table.skip(save_id, LEFT_OFF_TEXT, mirror=url):
                     save_logger(_log, mirror=url).warning(
                         "save %s stays incomplete on %s: no disk of this job has what other nodes had to send there, "
                         "and another required mirror has the save",
@@ -523,7 +530,7 @@ class Node:
             workers.wait_until_verified(self._has_sent_what_is_behind, _BEHIND_WAIT_S)
         for meta in whole:
             if meta.save_id in self._behind and self._only_waits_for_nodes(meta.save_id, mirrors):
-                why = f"step {meta.step} is abandoned: {_NO_DISK} the rest, and the run went on without it"
+                why = given_up_text(meta.step)
                 self.table.skip(meta.save_id, why)
                 save_logger(_log, meta).warning("%s; this node's part, which the mirrors have, may go", why)
                 self._abandoned |= {meta.save_id}

@@ -571,6 +571,7 @@ class _Claimed:
     unclaimed: Mapping[str, str]
     abandoned: Mapping[str, str]
     torn: Torn
+    whole: frozenset[str]
 
 
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> _Claimed | None:
@@ -585,7 +586,8 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
         except StartOver as why:
             bringer.start_over(why)
             return ()
-        return _Claimed(own.record, own.unclaimed, bringer.abandoned, bringer.torn(own.attempt, proposal))
+        torn = bringer.torn(own.attempt, proposal)
+        return _Claimed(own.record, own.unclaimed, bringer.abandoned, torn, bringer.whole)
 
     made = _meet_until_done(ranks, make if bringer is not None else None, node, "claim the run")[0]
     if not isinstance(made, _Claimed):
@@ -600,7 +602,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
             claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
             claim.join(made.unclaimed)
         forget_brought(node.root)
-        node.start(claim, made.abandoned, made.torn)
+        node.start(claim, made.abandoned, made.torn, made.whole)
 
     exchange_result(ranks, begin, what="record the claim")
     return made

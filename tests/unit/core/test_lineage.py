@@ -16,11 +16,13 @@ from ckptmirror.core.start.lineage import (
     Lineage,
     SaveFacts,
     attempts_of_metas,
+    counted_by_a_reader,
     lineage,
     merge_attempts,
     merge_requirements,
     next_number,
     removal,
+    untaken,
 )
 
 DCP: tuple[Kind, ...] = ("dcp",)
@@ -400,3 +402,30 @@ def test_a_lost_list_is_rebuilt_from_the_metas() -> None:
     assert attempts_of_metas([]) is None
     with pytest.raises(LineageError):
         attempts_of_metas([first, a_meta(run_id=id_of("another run"))])
+
+
+@pytest.mark.parametrize(
+    ("staged_from", "completed", "counts"),
+    [
+        ("gs://bucket/run", ("C",), True),  # it took another root's branch
+        ("gs://bucket/run", (), False),  # a mirror did not take its claim: the next start may decide otherwise
+        (None, ("C",), False),  # it went back on its own branch, of which something may still be read
+    ],
+)
+def test_a_start_counts_for_a_reader_before_its_first_save_if_it_continued_from_another_root(
+    staged_from: str | None, completed: tuple[str, ...], counts: bool
+) -> None:
+    parent = a_meta(attempt=A, staged_from=staged_from)
+    own = a_meta(attempt=B, save_id=id_of("own"))
+    start = Attempt("C", 2, SaveRef("A", 1, 200, parent.save_id))
+    listed = AttemptList("run", (A, B, start), completed=completed)
+    assert counted_by_a_reader(listed, [parent, own], ()) == {"A", "B"} | ({"C"} if counts else set())
+    assert counted_by_a_reader(listed, [own], ()) == {"B"} | ({"C"} if completed else set())
+
+
+def test_a_persons_decision_counts_for_a_reader_unless_a_mirror_did_not_take_it() -> None:
+    decided, failed = (Attempt(one, 2, ref(A1), by_person=True, required=("gs://bucket/run",)) for one in "DF")
+    older = Attempt("O", 1, ref(A1), by_person=True)  # of a list that does not say who had to take it
+    listed = AttemptList("run", (A, older, decided, failed), completed=("D",))
+    assert untaken(listed) == [failed]
+    assert counted_by_a_reader(listed, [], {"F"}) == {"O", "D"}

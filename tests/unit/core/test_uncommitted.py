@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from ckptmirror.core import names
 from ckptmirror.core.model import Artifact, Attempt, Digest, Meta
-from ckptmirror.core.uncommitted import NodeShare, parts_there, uncommitted_save
+from ckptmirror.core.uncommitted import (
+    LEFT_OFF_TEXT,
+    NodeShare,
+    given_up_text,
+    held_back_text,
+    is_left_off_text,
+    node_behind_text,
+    parts_there,
+    superseded_text,
+    uncommitted_save,
+)
 
 ONE, OTHER = "1f0c9a2e" + "0" * 24, "2f0c9a2e" + "0" * 24
 ATTEMPT = Attempt("aa" * 16, 0, None)
@@ -62,3 +72,10 @@ def test_a_file_that_either_of_two_waiting_saves_may_own_counts_for_none() -> No
     assert uncommitted_save(there, [], listed, (), is_alone=False).other_files == 0
     alone = uncommitted_save(there, [], listed, (), is_alone=True)
     assert (alone.save_id, alone.other_files, alone.other_bytes) == (ONE[:8], 1, 11)
+
+
+def test_what_is_left_off_until_disks_are_back_is_told_from_what_waits_or_is_held_back() -> None:
+    assert is_left_off_text(LEFT_OFF_TEXT)
+    assert is_left_off_text(given_up_text(5))
+    others = (node_behind_text(names.part_name(5, ONE, 1, 2), "gs://b/r"), held_back_text(5, "gs://b/r", "A", ""))
+    assert not any(is_left_off_text(text) for text in (*others, superseded_text(5, "gs://b/r", "so"), "policy"))
