@@ -44,7 +44,7 @@ TRANSITIONS: Mapping[tuple[RecordState, RecordState], str] = MappingProxyType(
         (_S.UPLOADING, _S.SKIPPED): "A policy leaves this save out; what was sent so far is abandoned.",
         (_S.FAILED, _S.SKIPPED): "A policy leaves this save out.",
         (_S.VERIFIED, _S.SKIPPED): "A policy leaves this save out; the object is an orphan that retention ages out.",
-        (_S.SKIPPED, _S.PENDING): "The disks of nodes that were away are back: the save can become whole there.",
+        (_S.SKIPPED, _S.PENDING): "Nodes that were away are back, or the mirror lost what this node had sent.",
         (_S.PENDING, _S.REMOVED): "The mirror has a tombstone of this save.",
         (_S.UPLOADING, _S.REMOVED): "The mirror has a tombstone of this save.",
         (_S.VERIFIED, _S.REMOVED): "Retention removed the save from the mirror and left a tombstone.",

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import names, sealed_json
-from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.codec import meta_to_bytes, tombstone_to_bytes
 from ckptmirror.core.meta_merging import merge_parts
-from ckptmirror.core.model import Meta
-from ckptmirror.core.uncommitted import is_behind_text
+from ckptmirror.core.model import Meta, Tombstone
+from ckptmirror.core.uncommitted import LEFT_OFF_TEXT, is_behind_text
 from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.uncommitted import uncommitted_on
+from ckptmirror.flow.retention.durability import why_not_safe
 from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.survey import survey
 from ckptmirror.flow.upload.record import upload_claimed
@@ -203,3 +204,34 @@ def test_what_a_later_version_wrote_is_left_to_that_version(what: str, place: Mi
     assert "was written by a later version of ckptmirror: `ckptmirror drain` of that version" in (meta.reason or "")
     assert mirror_catalog(place.mirrors[0]).saves == {}
     assert len(list((tmp_path / "mirror").glob("meta_*"))) == (what != "a part")
+
+
+@pytest.mark.parametrize("lost", ["part", "file"])
+def test_i1_a_part_of_a_save_that_is_left_off_a_mirror_goes_only_while_that_mirror_has_it(
+    lost: str, place: MirroredRoot
+) -> None:
+    """The node that is away needs both to complete the save when it is back, and no record guards the part."""
+    mine, _ = parts_of(place)
+    other, own = (names.part_name(100, mine.save_id, number, 2) for number in (2, 1))
+    place.store.delete(other, generation=_generation(place, other))
+    place.upload()
+    url = place.mirrors[0].url
+    assert place.table.skip(mine.save_id, LEFT_OFF_TEXT, mirror=url) == 1
+
+    def why() -> str | None:
+        return why_not_safe(place.table, place.mirrors, mine.save_id, own)
+
+    assert why() is None
+    name = own if lost == "part" else next(iter(mine.paths))
+    place.store.delete(name, generation=_generation(place, name))
+    assert f"{name} is missing" in (why() or "")
+    assert "pending" in place.states()
+    place.clock.pass_s(60)
+    place.upload()
+    assert place.store.stat(name) is not None
+    assert place.table.skip(mine.save_id, LEFT_OFF_TEXT, mirror=url) == 1
+    assert why() is None
+    place.store.delete(name, generation=_generation(place, name))
+    stone = Tombstone(mine.save_id, mine.step, mine.kinds, "old", "2026-01-01T00:00:00Z")
+    place.store.write(names.SaveName(100).meta, tombstone_to_bytes(stone), if_generation=0)
+    assert why() is None

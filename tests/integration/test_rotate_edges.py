@@ -156,8 +156,8 @@ def while_asked(monkeypatch: pytest.MonkeyPatch, doomed: Meta, meanwhile: Callab
     honest = rotate_module.why_not_safe
     done: list[bool] = []
 
-    def ask(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str) -> str | None:
-        answer = honest(table, mirrors, save_id)
+    def ask(table: UploadsTable, mirrors: Sequence[Mirror], save_id: str, part: str | None = None) -> str | None:
+        answer = honest(table, mirrors, save_id, part)
         if save_id == doomed.save_id and answer is None and not done:
             done.append(True)
             meanwhile()

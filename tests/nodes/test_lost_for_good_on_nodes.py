@@ -15,6 +15,7 @@ from ckptmirror.core.errors import DeadlinePassed, RefusedOnlyCopy
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.status import read_status
 from ckptmirror.stores import open_store
 from tests.kit.processes import outcome, run_ranks
@@ -126,6 +127,11 @@ def test_i1_a_part_goes_only_once_it_is_on_a_mirror_that_waits_for_a_node_which_
     assert steps_on(tmp_path / "b") == ([3] if keep == 1 else [1, 2, 3])
     if loses_parts:
         shutil.rmtree(tmp_path / "added" / "parts")
+        report = rotate_root(tmp_path / "b", Retention(keep_last=1))
+        (why,) = [why for save_id, why in report.refused.items() if report.steps[save_id] == 1]
+        assert "part00002-of-00002.json is missing" in why
+        drain(tmp_path / "b", timeout_s=ALONE_S)
+        assert len(list((tmp_path / "added" / "parts").iterdir())) == 1
     assert run_ranks(2, go_on, tmp_path, "ab", (4,), ("mirror", "added"), 9) == ["", ""]
     store = open_store(f"file://{tmp_path}/added")
     try:

@@ -15,6 +15,8 @@ Rules:
 * The table alone never allows a deletion (I1). Each required mirror is asked, for this deletion, for a whole meta of
   this save or its tombstone, and for every object of its records, which must be the one that was verified. An object
   that a mirror no longer has is pending again.
+* A save that was left off a mirror, because another node's part cannot come there now, goes only while that mirror has
+  this node's part: with it, the other node completes the save there if it comes back.
 * When a mirror is asked, anything unexpected is a reason to keep the save, not an error.
 """
 
@@ -26,12 +28,12 @@ from dataclasses import dataclass, field
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_or_tombstone_from_bytes
 from ckptmirror.core.errors import BrokenTable, CkptMirrorError, ObjectNotFound
-from ckptmirror.core.lifecycle import SETTLED, WAITING
+from ckptmirror.core.lifecycle import SETTLED, WAITING, RecordState
 from ckptmirror.core.model import Meta, Tombstone
 from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.retention import MirrorSafety
-from ckptmirror.core.uncommitted import is_behind_text, is_held_back_text
-from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.core.uncommitted import LEFT_OFF_TEXT, is_behind_text, is_held_back_text, is_left_off_text
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, counting_rows
 from ckptmirror.flow.places.object_match import is_of_save, why_differs
 from ckptmirror.flow.retention.mirror_audit import forget_verified
@@ -249,14 +251,22 @@ def why_not_same(table: UploadsTable, mirrors: Iterable[Mirror], meta: Meta) -> 
     return None
 
 
-def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -> str | None:
-    """Ask every required mirror, now, about every object of a save; None if each has all of it, as the table says."""
+def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str, part: str | None = None) -> str | None:
+    """Ask every required mirror, now, about every object of a save; None if each has all of it, as the table says.
+
+    Args:
+        table: What was verified where.
+        mirrors: The required ones of these are asked.
+        save_id: The save.
+        part: The name of this node's part of it, if other nodes have parts, too. A mirror that the save was left off
+            must have it: with it, a node that comes back completes the save there.
+    """
     required = [mirror for mirror in mirrors if mirror.required]
     if not required:
         return "no required mirror is configured"
     for mirror in required:
         try:
-            reason = _why_not_on(table, mirror, save_id)
+            reason = _why_not_on(table, mirror, save_id, part)
         except (CkptMirrorError, OSError) as error:
             may_answer_later = " cannot be asked now" if reach_after(error) is not Reach.ANSWERED else ""
             return f"{mirror.url}{may_answer_later}: {error}"
@@ -265,12 +275,12 @@ def why_not_safe(table: UploadsTable, mirrors: Iterable[Mirror], save_id: str) -
     return None
 
 
-def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None:
+def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str, part: str | None) -> str | None:
     there = next((there for there in table.standing(save_id) if there.mirror == mirror.url), None)
     if there is None:
         return "the table does not say that it was uploaded there"
     if there.skipped:
-        return None
+        return _why_not_left_off(table, mirror, save_id, part)
     if not there.removed and not (there.verified and there.committed):
         return there.reason
     records = table.records(save_id=save_id, mirror=mirror.url)
@@ -290,13 +300,39 @@ def _why_not_on(table: UploadsTable, mirror: Mirror, save_id: str) -> str | None
         if isinstance(there_now, Tombstone):
             return None
         found = there_now
+    lost = _why_objects_differ(table, mirror, records)
+    return lost or (_why_meta_differs(found, records, mirror) if found is not None else None)
+
+
+def _why_objects_differ(table: UploadsTable, mirror: Mirror, records: Iterable[UploadRecord]) -> str | None:
+    """Say which verified object is gone or replaced, which makes it pending again; None if all are there."""
     for record in records:
         name = record.object or record.path
         why = why_differs(record, mirror.store.stat(name), store=mirror.store)
         if why is not None:
             forget_verified(table, record, f"{name} {why}")
             return f"{name} {why}"
-    return _why_meta_differs(found, records, mirror) if found is not None else None
+    return None
+
+
+def _why_not_left_off(table: UploadsTable, mirror: Mirror, save_id: str, part: str | None) -> str | None:
+    """Say what this node has to send once more of a save that is left off a mirror until another node comes back.
+
+    Of a save that policy left out, nothing has to be there; nor of one that retention deleted there meanwhile.
+    """
+    records = table.records(save_id=save_id, mirror=mirror.url)
+    meta = next((record for record in records if record.role == "meta"), None)
+    if meta is None or meta.reason != LEFT_OFF_TEXT:
+        return None
+    sent = [record for record in records if record.state is RecordState.VERIFIED]
+    lost = _why_objects_differ(table, mirror, sent)
+    if lost is None and part is not None and mirror.store.stat(part) is None:
+        lost = f"{part} is missing"
+    if lost is not None and save_id in mirror_catalog(mirror, step=meta.step).tombstones:
+        return None
+    if lost is not None:
+        table.take_back([save_id], is_left_off_text, mirror=mirror.url)
+    return lost
 
 
 def _is_large_and_as_verified(mirror: Mirror, meta: UploadRecord) -> bool:

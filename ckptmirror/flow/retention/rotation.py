@@ -350,7 +350,8 @@ def _required_and_absent(table: UploadsTable, mirrors: Sequence[Mirror]) -> str 
 
 def _why_not_elsewhere(table: UploadsTable, mirrors: Sequence[Mirror], meta: Meta) -> str | None:
     """Ask the mirrors for this deletion, and say what of a save they lack; None if they have all of it."""
-    return why_not_same(table, mirrors, meta) or why_not_safe(table, mirrors, meta.save_id)
+    part = None if meta.is_whole else names.part_name(meta.step, meta.save_id, meta.node + 1, meta.nodes)
+    return why_not_same(table, mirrors, meta) or why_not_safe(table, mirrors, meta.save_id, part)
 
 
 def _why_gone(table: UploadsTable, mirrors: Sequence[Mirror], successor: Meta) -> str | None:

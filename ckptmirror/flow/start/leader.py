@@ -77,7 +77,7 @@ from ckptmirror.local.root_id import keep_root_id
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.status_file import write_status_file
 from ckptmirror.local.table_place import check_place, note_place, open_table
-from ckptmirror.local.uploads import LeaseClock, RootIdentity
+from ckptmirror.local.uploads import LeaseClock, RootIdentity, UploadRecord
 from ckptmirror.stores.retrying import total_s_of_environment
 
 __all__ = ["Node", "open_table"]
@@ -384,7 +384,7 @@ class Node:
         def is_over() -> bool:
             if self.fenced() is not None or is_stopped():
                 return True
-            if rotation is not None and self._has_sent_what_is_left_off():
+            if rotation is not None and self._can_be_left_off():
                 rotation.wake()
             asked = save_id is not None or self._audit is None or not self._audit.waits_for(self._counting())
             return asked and not self._still_moving(save_id)
@@ -503,19 +503,14 @@ class Node:
 
         Not before: a node that is not of this job may come back, and needs the part to complete the save there.
         """
-        left = dict(self._cannot_be_on)
-        for save_id, urls in self._cannot_be_on.items():
-            sent = [url for url in urls if self._only_waits_for_nodes(save_id, {url})]
-            for url in sent:
-                if self.table.skip(save_id, LEFT_OFF_TEXT, mirror=url):
-                    save_logger(_log, mirror=url).warning(
-                        "save %s stays incomplete on %s: no disk of this job has what other nodes had to send there, "
-                        "and another required mirror has the save",
-                        save_id[:8],
-                        url,
-                    )
-            left[save_id] = tuple(url for url in urls if url not in sent)
-        self._cannot_be_on = {save_id: urls for save_id, urls in left.items() if urls}
+        for save_id, url in self._can_be_left_off():
+            self.table.skip(save_id, LEFT_OFF_TEXT, mirror=url)
+            save_logger(_log, mirror=url).warning(
+                "save %s stays incomplete on %s: no disk of this job has what other nodes had to send there, and no "
+                "start needs it there",
+                save_id[:8],
+                url,
+            )
 
     def _give_up_left_behind(self) -> None:
         """Give up the parts of saves that this attempt left behind, once they are sent and it has a safe save."""
@@ -555,15 +550,20 @@ class Node:
         places = {**dict.fromkeys(self._behind, tuple(self._counting())), **self._cannot_be_on}
         return all(self._only_waits_for_nodes(save_id, urls) for save_id, urls in places.items())
 
-    def _has_sent_what_is_left_off(self) -> bool:
-        """Whether there is a save to leave off a mirror by now: no commit says so, which would wake the rotation."""
-        return any(self._only_waits_for_nodes(one, {url}) for one, urls in self._cannot_be_on.items() for url in urls)
+    def _can_be_left_off(self) -> list[tuple[str, str]]:
+        """Return the saves, and the mirrors to leave them off by now: no commit says so, to wake the rotation."""
+        pairs = [(save_id, url) for save_id, urls in self._cannot_be_on.items() for url in urls]
+        open_there = [(save_id, url) for save_id, url in pairs if self._unsettled(save_id, {url})]
+        return [(save_id, url) for save_id, url in open_there if self._only_waits_for_nodes(save_id, {url})]
 
     def _only_waits_for_nodes(self, save_id: str, mirrors: Collection[str]) -> bool:
         """Whether each mirror has this node's part: if the other disk comes back, it makes the save whole there."""
+        left = self._unsettled(save_id, mirrors)
+        return waiting_for_nodes(left, mirrors) == left
+
+    def _unsettled(self, save_id: str, mirrors: Collection[str]) -> list[UploadRecord]:
         records = self.table.records(save_id=save_id)
-        left = [one for one in records if one.mirror in mirrors and one.state not in SETTLED]
-        return waiting_for_nodes(records, mirrors) == left
+        return [one for one in records if one.mirror in mirrors and one.state not in SETTLED]
 
     def _has_sent_all(self, found: Durability) -> bool:
         """Whether all that is not safe only waits for other nodes."""

@@ -506,13 +506,13 @@ class UploadsTable:
             lambda r: changes.skipped(r, reason, self._clock),
         )
 
-    def take_back(self, save_ids: Collection[str], was: Callable[[str], bool]) -> int:
+    def take_back(self, save_ids: Collection[str], was: Callable[[str], bool], *, mirror: str | None = None) -> int:
         """Make skipped records of these saves pending again, if ``was`` their reason. Returns how many."""
         return self._change_all(
             "take_back",
             "read all records in a state",
             {"state": RecordState.SKIPPED.value},
-            lambda r: r.save_id in save_ids and was(r.reason),
+            lambda r: r.save_id in save_ids and mirror in (None, r.mirror) and was(r.reason),
             lambda r: changes.taken_back(r, self._clock),
         )
 
