@@ -17,7 +17,7 @@ from ckptmirror.core.lifecycle import WAITING, RecordState
 from ckptmirror.core.model import Kind
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.flow.places.catalog import MetaCache, catalogs_on, local_catalog, mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, counting, counting_rows
+from ckptmirror.flow.places.mirrors import MirrorSpec, counting, counting_rows, opened_mirror
 from ckptmirror.flow.places.select import is_left_behind, lineage_of, quarantined_in
 from ckptmirror.flow.places.uncommitted import uncommitted_on
 from ckptmirror.flow.retention.durability import count_lacking, durability, only_waiting, open_saves
@@ -27,7 +27,7 @@ from ckptmirror.flow.upload.workers import still_moving
 from ckptmirror.local.status_file import is_writer_alive, read_status_file
 from ckptmirror.local.table_place import open_known_table
 from ckptmirror.local.uploads import UploadRecord
-from ckptmirror.stores import normalise_url, open_store
+from ckptmirror.stores import normalise_url
 from ckptmirror.stores.retrying import OnWait
 
 __all__ = [
@@ -248,13 +248,11 @@ def is_on_mirrors(
         current = lineage_of(here).standing_by_save()
         wanted = {one for one in here.whole if current[one] == "current" and not is_emergency(here.whole[one])}
     for url in counting((spec.url, spec.required) for spec in specs):
-        mirror = Mirror(url, False, open_store(url))
         try:
-            there = mirror_catalog(mirror, with_attempts=False, cache=cache)
+            with opened_mirror(url) as mirror:
+                there = mirror_catalog(mirror, with_attempts=False, cache=cache)
         except StoreTemporary:
             return False
-        finally:
-            mirror.store.close()
         if not wanted - set(besides) <= there.whole.keys() | there.tombstones.keys():
             return False
     return True

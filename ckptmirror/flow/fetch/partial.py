@@ -22,13 +22,12 @@ from ckptmirror.core.model import Artifact, Meta, new_id
 from ckptmirror.flow.fetch.blocks import receive
 from ckptmirror.flow.fetch.staging import incoming_of, wanted_artifacts
 from ckptmirror.flow.places.catalog import mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.mirrors import Mirror, opened_mirror
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.local import trash
 from ckptmirror.local.own_files import make_own_dir
 from ckptmirror.local.storage_errors import explained
-from ckptmirror.stores import open_store
 
 if TYPE_CHECKING:
     from ckptmirror.formats.base import LoadTarget
@@ -129,8 +128,7 @@ def begin_fetch(
     url = str(found.dir)
     if found.kind == "emergency":
         raise KindMismatch("Kind emergency is read by the ranks that wrote it: resume from it.")
-    mirror = Mirror(url, False, open_store(url))
-    try:
+    with opened_mirror(url) as mirror:
         meta = mirror_catalog(mirror, step=found.step).saves.get(found.save_id or "")
         if meta is None:
             raise CheckpointNotFound(f"Step {found.step} is no longer whole on {url}.", hint=list_hint(url))
@@ -147,8 +145,6 @@ def begin_fetch(
                     (root / shard.path).touch()
                     os.truncate(root / shard.path, shard.digest.size_bytes)
             yield Fetch(root, meta, replace(meta, tag="", artifacts=tuple(read)), mirror)
-    finally:
-        mirror.store.close()
 
 
 @contextmanager

@@ -20,11 +20,10 @@ from ckptmirror.core.tensor_proof import Summed, read_list
 from ckptmirror.flow.fetch.load import meta_of
 from ckptmirror.flow.fetch.partial import receive_whole
 from ckptmirror.flow.places.catalog import mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.mirrors import opened_mirror
 from ckptmirror.flow.places.reference import CheckpointReference, list_hint
 from ckptmirror.local import files
 from ckptmirror.local.checksums import crc32c
-from ckptmirror.stores import open_store
 
 __all__ = ["all_lists", "lists_of", "read_tensor_list"]
 
@@ -75,8 +74,7 @@ def _at_hand(found: CheckpointReference) -> Iterator[tuple[Path, list[Artifact]]
             )
         yield found.dir, _every_list(meta_of(found.dir, found), found)
         return
-    mirror = Mirror(found.dir, False, open_store(found.dir))
-    try:
+    with opened_mirror(found.dir) as mirror:
         meta = mirror_catalog(mirror, step=found.step).saves.get(found.save_id or "")
         if meta is None:
             raise CheckpointNotFound(f"Step {found.step} is no longer whole on {found.dir}.", hint=list_hint(found.dir))
@@ -84,8 +82,6 @@ def _at_hand(found: CheckpointReference) -> Iterator[tuple[Path, list[Artifact]]
             lists = _every_list(meta, found)
             receive_whole(mirror, meta, Path(name), lists)
             yield Path(name), lists
-    finally:
-        mirror.store.close()
 
 
 def _every_list(meta: Meta, found: CheckpointReference) -> list[Artifact]:

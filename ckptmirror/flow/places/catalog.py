@@ -39,13 +39,13 @@ from ckptmirror.core.reach import Reach, reach_after
 from ckptmirror.core.start.lineage import Lineage, attempts_of_metas, counted_by_a_reader, lineage, untaken
 from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.flow.places.attempt_lists import listed_attempts, read_list_of_a_root, read_mirror_attempts
-from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.mirrors import Mirror, opened_mirror
 from ckptmirror.flow.places.object_match import why_differs
 from ckptmirror.local.daemon_pool import run_jobs
 from ckptmirror.local.inventory import Item, read_inventory
 from ckptmirror.local.listing import Listing
 from ckptmirror.local.root_id import read_root_id
-from ckptmirror.stores import normalise_url, open_store
+from ckptmirror.stores import normalise_url
 from ckptmirror.stores.base import ObjectInfo, Store
 
 __all__ = [
@@ -371,12 +371,8 @@ def catalogs_on(urls: Iterable[str]) -> list[Catalog]:
     """Return what each mirror that answers has."""
     found = []
     for url in dict.fromkeys(normalise_url(url) for url in urls):
-        mirror = Mirror(url, False, open_store(url, retry=False))
-        try:
-            with contextlib.suppress(CkptMirrorError):
-                found.append(mirror_catalog(mirror))
-        finally:
-            mirror.store.close()
+        with opened_mirror(url, retry=False) as mirror, contextlib.suppress(CkptMirrorError):
+            found.append(mirror_catalog(mirror))
     return found
 
 

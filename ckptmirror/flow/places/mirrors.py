@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -58,6 +58,7 @@ __all__ = [
     "known_mirrors",
     "mirror_specs",
     "open_mirrors",
+    "opened_mirror",
     "remember_places",
     "remembered_places",
     "set_mirrors",
@@ -94,6 +95,21 @@ class Mirror:
     url: str
     required: bool
     store: Store
+
+
+@contextlib.contextmanager
+def opened_mirror(url: str, *, retry: bool = True, on_wait: OnWait | None = None) -> Iterator[Mirror]:
+    """Lend a mirror to who reads it without a root, and close it.
+
+    Raises:
+        ConfigError: The URL is not understood.
+    """
+    url = normalise_url(url)
+    store = open_store(url, retry=retry, on_wait=on_wait)
+    try:
+        yield Mirror(url, False, store)
+    finally:
+        store.close()
 
 
 def counting(mirrors: Iterable[tuple[str, bool]]) -> list[str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -32,7 +32,7 @@ from ckptmirror.core.lost_parts import how_to_load, parts_lost, without_parts
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
-from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.mirrors import opened_mirror
 from ckptmirror.flow.places.reference import CheckpointReference, Located, list_hint, locate
 from ckptmirror.flow.places.select import (
     MAIN_ROLE,
@@ -48,7 +48,6 @@ from ckptmirror.local import directories
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.save_logger import save_logger
 from ckptmirror.local.table_place import check_is_no_mirror, is_mirror
-from ckptmirror.stores import normalise_url, open_store
 
 if TYPE_CHECKING:
     from ckptmirror.local.legacy_listing import OlderCheckpoint
@@ -263,7 +262,7 @@ def _on_mirror(place: str, located: Located, kind: Kind | None) -> CheckpointRef
     from ckptmirror.flow.places.legacy_references import not_on_a_mirror, older_on_mirror
 
     parsed, last = located.parsed, located.name
-    with _opened(place) as mirror:
+    with opened_mirror(place) as mirror:
         url = mirror.url
         if parsed is None:
             catalog = mirror_catalog(mirror)
@@ -345,18 +344,8 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
 def _catalog_at(directory: Path) -> Catalog:
     if not is_mirror(directory):
         return local_catalog(directory)
-    with _opened(str(directory)) as mirror:
+    with opened_mirror(str(directory)) as mirror:
         return mirror_catalog(mirror)
-
-
-@contextlib.contextmanager
-def _opened(url: str) -> Iterator[Mirror]:
-    url = normalise_url(url)
-    mirror = Mirror(url, False, open_store(url))
-    try:
-        yield mirror
-    finally:
-        mirror.store.close()
 
 
 def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
@@ -375,7 +364,7 @@ def list_checkpoints(root_or_url: Path | str) -> list[ListedCheckpoint]:
     if isinstance(located.place, Path):
         lines = _listed(local_catalog(located.place), located.place)
     else:
-        with _opened(located.place) as mirror:
+        with opened_mirror(located.place) as mirror:
             catalog = mirror_catalog(mirror)
             lines = _listed(catalog, None, uncommitted_saves(mirror, catalog, with_parts=False))
     step = located.parsed.step if located.parsed is not None else None

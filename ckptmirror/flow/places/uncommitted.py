@@ -17,9 +17,8 @@ from ckptmirror.core.errors import CkptMirrorError, IntegrityError, ObjectNotFou
 from ckptmirror.core.model import Meta
 from ckptmirror.core.uncommitted import ROLES, PartsThere, Uncommitted, parts_there, uncommitted_save
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.mirrors import Mirror, opened_mirror
 from ckptmirror.local.daemon_pool import run_jobs
-from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
 
 __all__ = ["read_parts", "uncommitted_on", "uncommitted_saves"]
@@ -35,12 +34,8 @@ def uncommitted_on(url: str, on_wait: OnWait | None = None) -> list[Uncommitted]
         NotAuthorised: It does not accept the credentials.
         ConfigError: The URL is wrong.
     """
-    url = normalise_url(url)
-    mirror = Mirror(url, False, open_store(url, on_wait=on_wait))
-    try:
+    with opened_mirror(url, on_wait=on_wait) as mirror:
         return uncommitted_saves(mirror, mirror_catalog(mirror), with_parts=True)
-    finally:
-        mirror.store.close()
 
 
 def uncommitted_saves(
