@@ -85,14 +85,14 @@ def command(
 
 
 def _target(reference: str | None, root: Path | None, mirrors: tuple[str, ...]) -> Target:
-    from ckptmirror.flow.verify.verify import Target, target_of
+    from ckptmirror.flow.verify.verify import target_in, target_of
 
     if reference is not None and (root is not None or mirrors):
         raise UsageError(
             "Give REFERENCE, or --root and --mirror, not both.", hint="See `ckptmirror verify --help` for examples."
         )
     if root is not None or mirrors:
-        return Target(root.absolute() if root is not None else None, mirrors)
+        return target_in(root, mirrors)
     return target_of(reference if reference is not None else configured_place())
 
 

@@ -277,7 +277,7 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         found = local_catalog(root)
         catalog = found.with_parts(besides=lost_snapshots(root, found))
         now = durability(table, catalog.whole.values(), counting_rows(rows))
-        lacking = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows if not row.required}
+        lacking = {row.url: count_lacking(table, catalog.whole.values(), row.url) for row in rows}
         pushed = {row.url: lacking[row.url] for row in rows if row.pushed}
     gaps: dict[str, dict[str, str]] = {}
     for one in now.open:
@@ -345,7 +345,7 @@ def read_status(root: Path, state_dir: Path | None = None, *, mirrors: Sequence[
         awaited=tuple(f"step {one.step}: {one.last_error}" for one in only_waiting(unsafe, required)),
         pushed=pushed,
         pushed_awaited={url: why for url in pushed if (why := _all_awaited(records, url, lacking[url]))},
-        optional=lacking,
+        optional={url: count for url, count in lacking.items() if url not in required},
     )
 
 

@@ -62,6 +62,21 @@ def test_the_steps_of_a_mirror_are_those_of_its_own_list(tmp_path: Path, url: st
         resolve_resume_path(mirror)
 
 
+def test_verify_takes_the_directory_of_a_mirror_as_a_root_for_the_mirror_that_it_is(tmp_path: Path, url: str) -> None:
+    """It called the meta of a current save damaged, and the command that it named deleted it."""
+    saved_run(tmp_path / "first", (1, 2), url)
+    with running(tmp_path / "second", url) as manager:
+        manager.resume(state := new_state(), policy=1)
+        train(state, 1)
+        manager.save(2, state).wait("mirrored")
+    for given in (["--root", str(tmp_path / "nfs/run")], ["--mirror", url], [str(tmp_path / "nfs/run")]):
+        ended = run("verify", *given)
+        assert ended.returncode == 0
+        assert "3 of 3 saves are whole" in ended.stderr
+    both = run("verify", "--root", tmp_path / "nfs/run", "--mirror", url)
+    assert "3 of 3 saves are whole" in both.stderr
+
+
 def test_the_steps_of_a_kind_that_there_is_not_are_asked_for_by_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no kind 'pt'"):
         find_local_checkpoint_steps(tmp_path, kind="pt")  # type: ignore[arg-type]

@@ -54,6 +54,7 @@ def test_a_whole_staged_copy_is_pushed_like_the_original(tmp_path: Path) -> None
     there = mirror_catalog(Mirror(other, True, open_store(other))).saves[meta.save_id]
     assert {a.path: a.digest for a in there.artifacts} == {a.path: a.digest for a in meta.artifacts}
     assert (there.staged_from, there.partial) == (None, False)
+    assert read_status(tmp_path / "eval").pushed == {other: 0}
 
 
 def test_a_part_of_a_save_is_not_pushed_and_that_is_said(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ckptmirror.core.model import KINDS, Kind
 from ckptmirror.local.table_place import is_mirror
 from ckptmirror.stores import normalise_url
 
-__all__ = ["CheckpointReference", "Located", "list_hint", "locate"]
+__all__ = ["CheckpointReference", "Located", "list_hint", "locate", "place_of"]
 
 _RESUMABLE: frozenset[names.Role] = frozenset({*KINDS, "legacy_dcp"})
 _NOT_A_SAVE: frozenset[names.Role] = frozenset({"tmp", "part", "latest", "writer", "control", "legacy_extra_state"})
@@ -95,17 +95,18 @@ def locate(reference: str | os.PathLike[str]) -> Located:
         if around is not None and around.role in ("legacy_dcp", "dcp"):
             return Located(path.parent.parent, path.parent.name, around)  # it describes its directory
     if parsed is not None:
-        return Located(_place(path.parent), path.name, parsed)
+        return Located(place_of(path.parent), path.name, parsed)
     if path.is_symlink() and _parse_save(path.resolve().name) is not None:
         return locate(path.resolve())
     if not path.is_dir():
         raise UsageError(
             f"{path} is not a checkpoint.", hint="Name a model file, a DCP directory, a meta, or their directory."
         )
-    return Located(_place(path))
+    return Located(place_of(path))
 
 
-def _place(path: Path) -> Path | str:
+def place_of(path: Path) -> Path | str:
+    """Return a directory that holds saves; of a mirror, its URL."""
     return normalise_url(str(path)) if is_mirror(path) else path
 
 

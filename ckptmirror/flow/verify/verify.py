@@ -19,7 +19,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +34,7 @@ from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.core.verification import State, Verdict, delete_command, kinds_to_stage, outcome, repair_command, worst
 from ckptmirror.flow.fetch.blocks import FileToRead, ObjectToRead, read_all
 from ckptmirror.flow.places.mirrors import Mirror
-from ckptmirror.flow.places.reference import locate
+from ckptmirror.flow.places.reference import locate, place_of
 from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.flow.verify.contents import check_contents
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
@@ -44,7 +44,7 @@ from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
 
-__all__ = ["Target", "Verification", "VerifiedSave", "target_of", "verify"]
+__all__ = ["Target", "Verification", "VerifiedSave", "target_in", "target_of", "verify"]
 
 _FAULTS_LISTED = 100
 _SENT_BY_OTHERS = (
@@ -116,6 +116,12 @@ class Target:
     root: Path | None = None
     mirrors: tuple[str, ...] = ()
     name: str = ""
+
+
+def target_in(root: Path | None, mirrors: Iterable[str]) -> Target:
+    """Turn a directory and mirrors into a target; the directory of a mirror is that mirror."""
+    place = place_of(root.absolute()) if root is not None else None
+    return Target(None, (place, *mirrors)) if isinstance(place, str) else Target(place, tuple(mirrors))
 
 
 def target_of(reference: str) -> Target:
