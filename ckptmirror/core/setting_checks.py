@@ -8,12 +8,15 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from ckptmirror.core.errors import UsageError
 
 __all__ = [
     "WrongValue",
     "above_0",
+    "check_kind",
     "directory_path",
     "kinds",
     "nearest",
@@ -48,6 +51,16 @@ def text(given: Any) -> str:
     if not isinstance(given, str) or not given:
         raise wrong_value(given, "text")
     return given
+
+
+def check_kind(given: object, known: Sequence[str]) -> None:
+    """Check that a kind which a caller asks for, if any, is one of those that there are.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if given is not None and not (isinstance(given, str) and given in known):
+        raise UsageError(f"There is no kind {given!r}.", hint=f"The kinds are {', '.join(known)}.")
 
 
 def directory_path(given: str) -> str:

@@ -246,7 +246,7 @@ def push(
     asking = begin(lambda: _ask(root, spec, table_path(root, state_dir), waits, steps), "ckptmirror-ask")
     if not is_over(asking, timeout_s):
         raise StoreTemporary(f"{spec.url} did not answer within {timeout_s:g} s.")
-    there = asking.result()
+    there, required = asking.result()
     parts = [meta for meta in parts if meta.save_id not in there]
     if parts and not metas:
         raise CheckpointNotFound(
@@ -268,6 +268,8 @@ def push(
         table.retry_failed(mirror=spec.url)
         table.end_delays([spec.url])
         known_specs = [MirrorSpec(row.url, row.required) for row in table.mirrors() if row.url != spec.url]
+        came_from = {meta.staged_from for meta in metas if meta.staged_from in required}
+        known_specs += [MirrorSpec(url, required=False) for url in came_from - {row.url for row in table.mirrors()}]
         work = _Work(root, held, [spec], [*known_specs, spec], bus or events.EventBus(), on_progress)
         work.look(lambda audit: audit.ask(), ends_s)
         # No reconcile: it would add records for every other save too.
@@ -308,8 +310,14 @@ def confirm(root: Path, save_id: str, urls: Collection[str]) -> None:
             close_mirrors(mirrors)
 
 
-def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait, steps: Collection[int]) -> set[str]:
-    """Check that the mirror answers and may hold this run; return the ids of its whole saves of these steps."""
+def _ask(
+    root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait, steps: Collection[int]
+) -> tuple[set[str], tuple[str, ...]]:
+    """Check that the mirror answers and may hold this run.
+
+    Returns:
+        The ids of its whole saves of these steps, and the URLs of the mirrors that its list calls required.
+    """
     with contextlib.ExitStack() as opened:
         table = opened.enter_context(UploadsTable.open(path)) if path.exists() else None
         rows = table.mirrors() if table is not None else []
@@ -318,8 +326,9 @@ def _ask(root: Path, spec: MirrorSpec, path: Path, on_wait: OnWait, steps: Colle
         opened.callback(close_mirrors, mirrors)
         mirror = mirrors[-1]
         mirror.store.identity()  # the first contact, which creates a directory
-        check_of_run(root, mirror)
-        return {save_id for step in steps for save_id in mirror_catalog(mirror, step=step).saves}
+        listed, _ = check_of_run(root, mirror)
+        whole = {save_id for step in steps for save_id in mirror_catalog(mirror, step=step).saves}
+        return whole, listed.required if listed is not None else ()
 
 
 def _reconcile_if_free(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,22 @@ def test_what_has_no_list_cannot_be_compared(tmp_path: Path) -> None:
     saved_run(tmp_path / "root", (1,))
     missing = run("diff", tmp_path / "root", tmp_path / "none")
     assert missing.returncode == 3, missing.stderr
+
+
+def test_copies_without_lists_of_tensors_are_not_called_equal_and_what_they_lack_is_brought(tmp_path: Path) -> None:
+    """Nothing was compared, and `--exit-code` ended with 0."""
+    url = f"file://{tmp_path}/mirror"
+    saved_run(tmp_path / "root", (1, 2), url, kinds=("dcp",))
+    for step in ("1", "2"):
+        assert run("stage", url, "--step", step, "--dest", tmp_path / step).returncode == 0
+    refused = run("diff", tmp_path / "1", tmp_path / "2", "--exit-code")
+    assert_tells(refused, 3, f"{tmp_path}/1 has no list of the tensors of step 1")
+    checked = run("verify", tmp_path / "1", "--tensors")
+    assert checked.returncode == 0
+    assert "0 tensors" not in checked.stdout
+    assert f"note: {tmp_path}/1 has no list of the tensors of step 1" in checked.stderr
+    for step in ("1", "2"):
+        hint = run("diff", tmp_path / step, url).stderr.split("`")[1]
+        assert run(*shlex.split(hint)[1:]).returncode == 0
+    assert run("diff", tmp_path / "1", tmp_path / "2", "--exit-code").returncode == 1
+    assert run("diff", tmp_path / "2", url, "--exit-code").returncode == 0

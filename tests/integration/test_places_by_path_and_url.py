@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +81,39 @@ def test_verify_takes_the_directory_of_a_mirror_as_a_root_for_the_mirror_that_it
 def test_the_steps_of_a_kind_that_there_is_not_are_asked_for_by_mistake(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no kind 'pt'"):
         find_local_checkpoint_steps(tmp_path, kind="pt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["DCP", "emergency", ("dcp",)])
+def test_nobody_waits_for_a_kind_that_no_save_on_a_mirror_has(kind: Any, tmp_path: Path, url: str) -> None:
+    saved_run(tmp_path / "root", (1,), url)
+    with pytest.raises(UsageError, match="There is no kind") as refused:
+        stage_checkpoint_step(url, step=1, dest=tmp_path / "copy", require_kind=kind, wait_s=1e9)
+    assert refused.value.hint == "The kinds are dcp, model."
+
+
+@pytest.mark.parametrize("given", [{"step": "1"}, {"step": True}, {"wait_s": "10"}, {"wait_s": float("nan")}])
+def test_a_step_and_a_time_to_wait_are_numbers(given: dict[str, Any], tmp_path: Path, url: str) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(given))} is "):
+        stage_checkpoint_step(url, dest=tmp_path / "copy", **{"step": 1, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"exclude": "optimizer"}, "exclude is 'optimizer'; it must be a tuple"),
+        ({"exclude": None}, "exclude is None"),
+        ({"exclude": ["model"]}, "exclude is "),
+        ({"new_config_keys": "bias"}, "it must be a dict"),
+    ],
+)
+def test_what_a_load_is_given_in_another_form_is_named(given: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=says):
+        load_checkpoint(tmp_path, **given)
+
+
+def test_a_reference_of_a_kind_that_there_is_not_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="There is no kind"):
+        resolve_checkpoint_reference(tmp_path, require_kind=("dcp",))  # type: ignore[arg-type]
 
 
 def test_the_objects_of_a_mirror_may_have_other_names_than_the_files_of_their_save(tmp_path: Path, url: str) -> None:

@@ -292,6 +292,8 @@ def test_nothing_is_staged_into_another_mirror(below: str, tmp_path: Path) -> No
     ended = run("stage", url, "--step", "1", "--kind", "dcp", "--dest", tmp_path / "other" / below)
     assert ended.returncode == 10
     assert "is a mirror" in ended.stderr
+    assert f"`ckptmirror stage --full --step 1 --mirror {url} --dest COPY`" in ended.stderr
+    assert f"`ckptmirror push --root COPY --mirror {tmp_path}/other`" in ended.stderr
     assert content(tmp_path / "other") == before
 
 
@@ -303,3 +305,41 @@ def test_a_push_to_the_runs_own_mirror_by_another_path_is_refused_and_leaves_no_
     assert_tells(refused, 10, "are one directory")
     assert [one for one, _ in read_status(root).mirrors] == [url]
     assert run("drain", "--root", root).returncode == 0
+
+
+def lost_on_the_second(folder: Path) -> tuple[str, str, str]:
+    """A run of two starts on two required mirrors, whose disk is gone, and whose second mirror lost the newest save."""
+    urls = f"file://{folder}/first", f"file://{folder}/second"
+    saved_run(folder / "root", (1, 2), *urls, kinds=("dcp",))
+    saved_run(folder / "root", (3, 4), *urls, kinds=("dcp",))
+    shutil.rmtree(folder / "root")
+    (lost,) = [meta for meta in mirror_catalog(mirror_at(urls[1])).saves.values() if meta.step == 4]
+    for path in (folder / "second").glob("*000004*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return *urls, lost.save_id
+
+
+@pytest.mark.parametrize("asks_first", [False, True])
+def test_what_one_of_two_mirrors_lost_is_staged_from_the_other_and_pushed(asks_first: bool, tmp_path: Path) -> None:
+    """The copy knew one mirror at a time, so that each waited for the other."""
+    first, second, lost = lost_on_the_second(tmp_path)
+    whole = tmp_path / "copy"
+    assert run("stage", first, "--step", "4", "--full", "--dest", whole).returncode == 0
+    if asks_first:
+        assert push(whole, first, timeout_s=LIMIT_S).pending == 0  # it is there already: nothing is committed
+    report = push(whole, second, timeout_s=LIMIT_S)
+    assert (report.pending, report.failed) == (0, ())
+    assert lost in mirror_catalog(mirror_at(second)).saves
+
+
+def test_a_push_that_waits_for_a_mirror_that_the_copy_does_not_know_says_how_to_make_it_known(tmp_path: Path) -> None:
+    first, second, _ = lost_on_the_second(tmp_path)
+    third = f"file://{tmp_path}/third"
+    shutil.copytree(tmp_path / "first", tmp_path / "third")
+    whole = tmp_path / "copy"
+    assert run("stage", third, "--step", "4", "--full", "--dest", whole).returncode == 0
+    ended = run("push", whole, second, "--timeout", "8")
+    assert ended.returncode == 8
+    assert f"`ckptmirror push --root {whole} --mirror {first}` makes it known" in ended.stderr
+    assert run("push", "--root", whole, "--mirror", first).returncode == 0
+    assert run("push", whole, second).returncode == 0

@@ -331,10 +331,12 @@ def test_a_mirror_of_another_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_superseded_step_is_named_with_its_save_id(tmp_path: Path) -> None:
-    root, _, metas = drained(tmp_path, 100, 200)
+    root, url, metas = drained(tmp_path, 100, 200)
     rewind(root, 100)
     ended = run("rewind", "--root", root, "--step", "200")
     assert_tells(ended, 3, "off the lineage", f"--save {metas[1].save_id[:8]}")
+    ended = run("rewind", "--root", tmp_path / "new", "--mirror", url, "--step", "200")
+    assert f"`ckptmirror rewind --root {tmp_path}/new --mirror {url}` with --save " in ended.stderr
     assert rewind(root, metas[1].save_id[:8]).step == 200
 
 

@@ -15,6 +15,7 @@ import pytest
 from ckptmirror import CheckpointManager, list_checkpoints, stage_checkpoint_step
 from ckptmirror.core import events
 from ckptmirror.core.errors import (
+    CheckpointNotFound,
     CkptMirrorError,
     ConfigError,
     LocalStorageFull,
@@ -285,6 +286,10 @@ def test_a_person_goes_back_on_one_node_and_all_follow(tmp_path: Path) -> None:
     first = job.run()
     rewound = rewind(tmp_path / "a", 1)
     assert (rewound.step, rewound.place) == (1, job.url)
+    for node in "ab":  # whole on the mirror, of which each disk has a part
+        with pytest.raises(CheckpointNotFound, match="Step 2 is off the lineage") as refused:
+            rewind(tmp_path / node, 2)
+        assert f"`ckptmirror rewind --root {tmp_path / node}` with --save " in refused.value.hint
     second = Job(tmp_path, "ab", (2, 3)).run()
     for one in second:
         assert (one.step, one.place) == (1, "disk")

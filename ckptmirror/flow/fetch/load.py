@@ -78,8 +78,17 @@ def load_checkpoint(
     """
     from ckptmirror.formats.rank_files import check_device
 
-    if unknown := set(exclude) - {"optimizer", "extra"}:
-        raise UsageError(f'exclude={sorted(unknown)}: it takes "optimizer" and "extra".')
+    is_one = isinstance(exclude, str) or not isinstance(exclude, Collection)
+    if is_one or any(part not in ("optimizer", "extra") for part in exclude):
+        raise UsageError(
+            f"exclude is {exclude!r}; it must be a tuple of 'optimizer' and 'extra', or of one of them.",
+            hint='Write exclude=("optimizer",).',
+        )
+    if new_config_keys is not None and not isinstance(new_config_keys, Mapping):
+        raise UsageError(
+            f"new_config_keys is {new_config_keys!r}; it must be a dict of keys and their values.",
+            hint='Write new_config_keys={"use_bias": False}.',
+        )
     check_device(map_location)
     found = resolve_for_load(reference, _not_read(exclude))
     if not isinstance(found.dir, Path):

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, IntegrityError
 from ckptmirror.core.model import Artifact, Kind, Meta
@@ -87,4 +88,11 @@ def _at_hand(found: CheckpointReference) -> Iterator[tuple[Path, list[Artifact]]
 def _every_list(meta: Meta, found: CheckpointReference) -> list[Artifact]:
     if lost := lost_lists(meta):
         raise IntegrityError(f"{found.dir} has lost {SaveName(meta.step, meta.tag).tensors(lost[0])}.")
-    return list(lists_of(meta, found.kind).values())
+    lists = list(lists_of(meta, found.kind).values())
+    if not lists:
+        places = f"--mirror {quote(str(meta.staged_from))} --dest {quote(str(found.dir))}"
+        raise CheckpointNotFound(
+            f"{found.dir} has no list of the tensors of step {meta.step}, so nothing can be compared.",
+            hint=f"If staged, `ckptmirror stage --full --step {meta.step} --kind {found.kind} {places}` adds it.",
+        )
+    return lists

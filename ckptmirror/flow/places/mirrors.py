@@ -355,8 +355,8 @@ def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:
         if _is_of_trainer(directory):
             raise ConfigError(
                 f"The mirror {mirror.url} is a directory that a trainer saves to, whose rotation would delete copies.",
-                hint=f"{_ELSEWHERE} `ckptmirror push --root {quote(str(directory))} --mirror URL` copies there what "
-                f"it has. If no trainer saves to it any more, you can move {directory / names.ATTEMPTS_NAME} away.",
+                hint=f"{_ELSEWHERE} `ckptmirror push --root {quote(str(directory))} --mirror OTHER-URL` copies there "
+                f"what it has. If no trainer saves to it any more, move {directory / names.ATTEMPTS_NAME} away.",
             )
 
 
@@ -373,8 +373,9 @@ def check_destination(dest: Path, mirror: Mirror) -> None:
     if (other := next((at for at in (real, *real.parents) if is_mirror(at)), None)) is not None:
         raise ConfigError(
             f"{dest} is inside {other}, which is a mirror.",
-            hint="Choose another --dest. What a mirror lacks, `ckptmirror drain` sends it, or `ckptmirror push` from a "
-            "copy that `ckptmirror stage --full` made elsewhere.",
+            hint="Choose another --dest. What that mirror lacks, `ckptmirror drain` where it was saved sends. "
+            f"Or `ckptmirror stage --full --step N --mirror {quote(mirror.url)} --dest COPY` brings a copy, and "
+            f"`ckptmirror push --root COPY --mirror {quote(str(other))}` sends that.",
         )
 
 

@@ -30,6 +30,7 @@ from ckptmirror.core.errors import (
 )
 from ckptmirror.core.lost_parts import how_to_load, parts_lost, without_parts
 from ckptmirror.core.model import KINDS, Artifact, Kind, Meta, top_names
+from ckptmirror.core.setting_checks import check_kind
 from ckptmirror.core.uncommitted import Uncommitted
 from ckptmirror.flow.places.catalog import Catalog, local_catalog, mirror_catalog, read_mirror_meta
 from ckptmirror.flow.places.mirrors import opened_mirror
@@ -121,7 +122,7 @@ def resolve_checkpoint_reference(
         CheckpointNotFound: It does not exist, or no valid meta names it.
         KindMismatch: It is not of ``require_kind``.
         IntegrityError: Its meta is broken, or a file is missing or has another size.
-        UsageError: It is not a reference.
+        UsageError: It is not a reference, or there is no such kind.
     """
     return resolve_for_load(reference, (), require_kind=require_kind)
 
@@ -139,6 +140,7 @@ def resolve_for_load(
         exclude: Parts of the state that will not be loaded.
         require_kind: The only kind to return.
     """
+    check_kind(require_kind, KINDS)
     if isinstance(reference, CheckpointReference):
         found = reference
     else:
@@ -331,8 +333,7 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
     """
     from ckptmirror.flow.places.legacy_references import older_steps
 
-    if kind not in (None, *KINDS):
-        raise UsageError(f"There is no kind {kind!r}.", hint=f"The kinds are {', '.join(KINDS)}.")
+    check_kind(kind, KINDS)
     root = directories.absolute_dir(root, "root")
     if not root.is_dir():
         return []

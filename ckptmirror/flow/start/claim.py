@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
@@ -133,11 +134,22 @@ class _Places:
             way = with_root(with_what(meta.save_id), str(self._root))
             raise NodeBehind(held_back_text(meta.step, mirror.url, attempt, way))
         if verdict.may == "wait":
-            raise waiting(verdict, self._root)
+            raise self.waiting(verdict)
         if verdict.may == "fenced":
             way = with_root(f"Leave it here, or continue from it {with_what(meta.save_id)}.", str(self._root))
             why = superseded_text(meta.step, mirror.url, verdict.why)
             raise StorePermanent(f"{why} {way}", hint="There is nothing to mend.")  # a record keeps only the message
+
+    def waiting(self, verdict: Verdict) -> StoreTemporary:
+        """Return the error of a commit that waits for silent mirrors."""
+        rival = f" (attempt {verdict.rival.number}, {verdict.rival.id[:8]})" if verdict.rival is not None else ""
+        why = f"Nothing is committed before {', '.join(verdict.waits_for)} answers: {verdict.why}{rival}."
+        configured = {mirror.url for mirror in self._mirrors}
+        for url in [one for one in verdict.waits_for if one not in configured][:1]:
+            push = f"`ckptmirror push --root {quote(str(self._root))} --mirror {quote(url)}`"
+            why += f" Nobody asks {url} from here: start with it, or {push} makes it known."
+        gone = "If it is gone for good, take it out with `ckptmirror forget-mirror --url URL`."
+        return StoreTemporary(why, hint=with_root(gone, str(self._root)))
 
 
 def _list_of(mirror: Mirror) -> int | str:
@@ -146,15 +158,6 @@ def _list_of(mirror: Mirror) -> int | str:
         return read_mirror_attempts(mirror)[1]
     except CkptMirrorError as error:
         return str(error)
-
-
-def waiting(verdict: Verdict, root: Path) -> StoreTemporary:
-    """Return the error of a commit that waits for silent mirrors."""
-    rival = f" (attempt {verdict.rival.number}, {verdict.rival.id[:8]})" if verdict.rival is not None else ""
-    return StoreTemporary(
-        f"Nothing is committed before {', '.join(verdict.waits_for)} answers: {verdict.why}{rival}.",
-        hint=with_root("If it is gone for good, take it out with `ckptmirror forget-mirror --url URL`.", str(root)),
-    )
 
 
 def _not_taken_down(mirror: Mirror, error: CkptMirrorError) -> CkptMirrorError:
@@ -289,7 +292,7 @@ class RunClaim:
             seen = self._places.survey().evidence
             verdict = may_commit(seen, self.attempt.id)
             if verdict.may == "wait":
-                raise waiting(verdict, self.root)
+                raise self._places.waiting(verdict)
             if verdict.may == "fenced":
                 raise self._fence(f"On {mirror.url} {verdict.why}.")
             if has_save_on(seen, mirror.url, self.attempt.id):  # else the commit may fail, and a drain come first
@@ -413,6 +416,9 @@ class DrainConfirmation:
         if meta is None:
             return
         seen = self._places.survey()
+        row = seen.evidence.row(mirror.url)
+        if there is not None and row is not None and any(one.save.save_id == meta.save_id for one in row.copies):
+            return  # it is committed there already
         jobs = read_root_id(self._root).jobs
         seen = replace(seen, evidence=seen_by_its_job(seen.evidence, meta.attempt.id, jobs))
         self._places.check_drained(mirror, meta, seen)

@@ -158,7 +158,7 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
                 f"No place has step {again.save.step} whole: {root} and the mirrors have it together.",
                 hint=f"A start puts it together: {_start_from(reference)}.",
             )
-        raise _with_verb(root, reference, seen, move.error)
+        raise _with_verb(root, reference, seen, move.error, mirrors)
     if isinstance(move, Scratch):
         return RewindPlan(None, (), _fork(seen, move), silent)
     assert isinstance(move, Try), "a save was named"
@@ -170,20 +170,24 @@ def plan_rewind(root: Path, reference: int | str, *, mirrors: Sequence[str] = ()
     return RewindPlan(move.save, places, _fork(seen, move), silent)
 
 
-def _with_verb(root: Path, reference: int | str, seen: Survey, error: CkptMirrorError) -> CkptMirrorError:
+def _with_verb(
+    root: Path, reference: int | str, seen: Survey, error: CkptMirrorError, mirrors: Sequence[str]
+) -> CkptMirrorError:
     """Return the error with a hint: the command that goes back to a superseded save of the step, or what does.
 
     Where a disk has one node's part of the save, and no mirror the whole of it, only all nodes together can go back.
     """
     lost = never_whole(seen.evidence)
-    parts = [one.save for one in seen.evidence.disk.parts if _names(reference, one.save) and one.save not in lost]
+    order = count(seen.evidence).order
+    aside = {save.save_id: save for save in (*order.superseded, *order.unknown) if save.step == reference}
+    here = [one.save for one in seen.evidence.disk.parts if _names(reference, one.save)]
+    parts = [save for save in here if save.save_id not in aside and save not in lost]
     if isinstance(error, CheckpointNotFound) and parts:
         return _needs_all_nodes(root, reference, parts[0].step, "no mirror has the whole save")
-    order = count(seen.evidence).order
-    aside = [save for save in (*order.superseded, *order.unknown) if save.step == reference]
     if isinstance(error, CheckpointNotFound) and aside:
-        ids = " or ".join(f"--save {save.save_id[:8]}" for save in aside)
-        error.hint = f"Name it by its save id: `ckptmirror rewind --root {quote(str(root))}` with {ids}."
+        ids = " or ".join(f"--save {save_id[:8]}" for save_id in aside)
+        places = " ".join([f"--root {quote(str(root))}", *(f"--mirror {quote(url)}" for url in mirrors)])
+        error.hint = f"Name it by its save id: `ckptmirror rewind {places}` with {ids}."
     return error
 
 

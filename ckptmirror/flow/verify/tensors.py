@@ -26,7 +26,7 @@ from ckptmirror.core import names, per_rank
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, ObjectNotFound
 from ckptmirror.core.model import Artifact, Kind, Meta
 from ckptmirror.core.names import SaveName
-from ckptmirror.core.tensor_lists import lost_lists
+from ckptmirror.core.tensor_lists import is_list, lost_lists
 from ckptmirror.core.tensor_proof import Summed, difference
 from ckptmirror.flow.fetch.blocks import Finding
 from ckptmirror.flow.fetch.partial import receive_whole
@@ -37,7 +37,7 @@ from ckptmirror.flow.verify.structure import Subject
 if TYPE_CHECKING:
     from ckptmirror.formats.shards import Piece
 
-__all__ = ["TensorsFound", "are_elsewhere", "check_tensors"]
+__all__ = ["TensorsFound", "are_elsewhere", "check_tensors", "have_no_list"]
 
 _GROUPS = "optimizer.param_groups."
 
@@ -61,6 +61,11 @@ class TensorsFound(NamedTuple):
 def are_elsewhere(subject: Subject) -> bool:
     """Whether pieces of the tensors of this node's part of a save may be on other nodes."""
     return subject.meta is not None and not subject.meta.is_whole and subject.meta.kinds != ("emergency",)
+
+
+def have_no_list(subject: Subject) -> bool:
+    """Whether nothing says what the tensors of a save were: it was staged without its lists."""
+    return subject.meta is not None and not any(is_list(path) for path in subject.meta.paths)
 
 
 def check_tensors(subject: Subject, mirror: Mirror | None) -> tuple[TensorsFound, ...]:

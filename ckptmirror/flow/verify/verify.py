@@ -39,7 +39,7 @@ from ckptmirror.flow.places.resolve import resolve_checkpoint_reference
 from ckptmirror.flow.verify.contents import check_contents
 from ckptmirror.flow.verify.structure import Subject, look_at_mirror, look_at_root
 from ckptmirror.flow.verify.table_feedback import Table
-from ckptmirror.flow.verify.tensors import TensorsFound, are_elsewhere, check_tensors
+from ckptmirror.flow.verify.tensors import TensorsFound, are_elsewhere, check_tensors, have_no_list
 from ckptmirror.local.uploads import SaveRow
 from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.retrying import OnWait
@@ -190,6 +190,9 @@ def verify(
             for subject in subjects:
                 if are_elsewhere(subject):
                     notes.append(_COMPARED_ON_MIRROR)
+                    continue
+                if have_no_list(subject):
+                    notes.append(f"{subject.place} has no list of the tensors of step {subject.step} to compare with")
                     continue
                 found_here = check_tensors(subject, by_url.get(subject.place))
                 subject.wrong_tensors = {one.kind: one.differ for one in found_here if one.differ}
