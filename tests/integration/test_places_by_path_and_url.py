@@ -63,6 +63,22 @@ def test_the_steps_of_a_mirror_are_those_of_its_own_list(tmp_path: Path, url: st
         resolve_resume_path(mirror)
 
 
+def test_what_a_listing_names_is_the_save_that_it_lists(tmp_path: Path, url: str) -> None:
+    """It named the superseded save of a step for the current one, and what was loaded by that name had its values."""
+    saved_run(tmp_path / "first", (1, 2), url)
+    with running(tmp_path / "second", url) as manager:
+        manager.resume(state := new_state(), policy=1)
+        train(state, 1)
+        manager.save(2, state).wait("mirrored")
+    for place in (url, str(tmp_path / "nfs/run")):
+        lines = list_checkpoints(place)
+        assert [(line.step, line.standing) for line in lines] == [(1, "current"), (2, "superseded"), (2, "current")]
+        for line in lines:
+            assert load_checkpoint(f"{place}/{line.place}").meta.save_id == line.save_id
+    for line in list_checkpoints(tmp_path / "second"):
+        assert load_checkpoint(line.place).meta.save_id == line.save_id
+
+
 def test_verify_takes_the_directory_of_a_mirror_as_a_root_for_the_mirror_that_it_is(tmp_path: Path, url: str) -> None:
     """It called the meta of a current save damaged, and the command that it named deleted it."""
     saved_run(tmp_path / "first", (1, 2), url)

@@ -116,6 +116,18 @@ class Catalog:
         torn = {one.rank for one in damaged}
         return replace(snapshot, artifacts=tuple(one for one in snapshot.artifacts if one.rank not in torn))
 
+    def address_of(self, meta: Meta) -> str:
+        """Return the path of a listed save's meta, or its name on the mirror; of a snapshot, the path of its directory.
+
+        On a mirror, the save's own name may be another save's.
+        """
+        own = names.SaveName(meta.step, meta.tag).meta
+        if "://" in self.place:
+            return self.meta_names.get(meta.save_id, own)
+        if meta.kinds == ("emergency",):
+            own = meta.artifacts[0].path.partition("/")[0] if meta.artifacts else ""
+        return str(Path(self.place, own))
+
     def metas_of(self, save_id: str) -> list[Meta]:
         """Return every meta of a save that could be read; one that is not whole may have two."""
         return [meta for meta in self.metas() if meta.save_id == save_id]

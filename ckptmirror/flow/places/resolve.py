@@ -384,7 +384,7 @@ def _listed(catalog: Catalog, root: Path | None, waiting: Iterable[Uncommitted] 
             rest = problem.meta.narrowed(problem.kinds) if problem.kinds else _lost(problem.meta, catalog)
             of_starts = quarantined.get(rest.save_id)
             why = problem.why if of_starts is None else f"{problem.why}; quarantined: {of_starts}"
-            line = _line(rest, "incomplete", why=why, place=name)
+            line = _line(rest, "incomplete", name, why=why)
             lines.append(replace(line, quarantined=of_starts is not None))
         else:
             lines.append(ListedCheckpoint(step, (), "incomplete", why=problem.why, place=name))
@@ -423,13 +423,13 @@ def _listed_whole(catalog: Catalog, root: Path | None) -> list[ListedCheckpoint]
     for save_id, meta in catalog.saves.items():
         current = tuple(k for k in meta.kinds if (s := order.current.get((meta.step, k))) and s.save_id == save_id)
         reason = f"quarantined: {why[save_id]}" if save_id in why else ""
-        line = _line(meta, standings[save_id], current_kinds=current, why=reason)
+        line = _line(meta, standings[save_id], catalog.address_of(meta), current_kinds=current, why=reason)
         lines.append(replace(line, quarantined=save_id in why))
     return lines
 
 
 def _line(
-    meta: Meta, standing: ListedStanding, *, why: str = "", current_kinds: tuple[Kind, ...] = (), place: str = ""
+    meta: Meta, standing: ListedStanding, place: str, *, why: str = "", current_kinds: tuple[Kind, ...] = ()
 ) -> ListedCheckpoint:
     return ListedCheckpoint(
         step=meta.step,
@@ -444,7 +444,7 @@ def _line(
         metrics=dict(meta.metrics),
         created_at_utc=meta.created_at_utc,
         staged_from=meta.staged_from,
-        place=place or names.SaveName(meta.step, meta.tag).meta,
+        place=place,
     )
 
 

@@ -226,7 +226,7 @@ def _subjects(catalog: Catalog, step: int | None, exists: Callable[[str], bool])
     for one in by_run(catalog):
         standing = lineage_of(one).standing_by_save()
         for meta in one.whole.values():
-            add(_meta_name(catalog, meta), standing[meta.save_id], meta, Problem(why=""))
+            add(catalog.address_of(meta), standing[meta.save_id], meta, Problem(why=""))
     saves = [facts_of(meta) for meta in catalog.whole.values()]
     decided = [attempt for attempt in attempts_of(catalog) if attempt.decided]
     for name, problem in catalog.problems.items():
@@ -247,16 +247,6 @@ def _in_order(subject: Subject) -> tuple[int, int, int, str]:
     meta = subject.meta
     number = (meta.attempt.number, meta.save_number) if meta is not None else (-1, -1)
     return (-1 if subject.step is None else subject.step, *number, subject.name)
-
-
-def _meta_name(catalog: Catalog, meta: Meta) -> str:
-    """Return the path or name of a whole save's meta."""
-    if "://" in catalog.place:
-        return catalog.meta_names.get(meta.save_id, names.SaveName(meta.step, meta.tag).meta)
-    if meta.kinds == ("emergency",):
-        directory = meta.artifacts[0].path.partition("/")[0] if meta.artifacts else ""
-        return str(Path(catalog.place, directory))
-    return str(Path(catalog.place, names.SaveName(meta.step, meta.tag).meta))
 
 
 def _note_strays(
