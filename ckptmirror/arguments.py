@@ -30,7 +30,6 @@ __all__ = [
     "check_kinds_of_stages",
     "checked_kinds",
     "checked_loss",
-    "checked_seconds",
     "checked_settings",
     "checked_step",
     "node_key",
@@ -252,19 +251,6 @@ def checked_loss(loss: float) -> float:
         raise UsageError(f"loss is a {type(loss).__name__}, not one number.", hint="Give loss.item().") from error
 
 
-def checked_seconds(timeout_s: float) -> float:
-    """Return the limit of a wait, in seconds; below 0, as what is left of a deadline may be, it does not wait.
-
-    Raises:
-        UsageError: It is not a number.
-    """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
-        raise UsageError(
-            f"timeout_s is {timeout_s!r}; it must be a number of seconds.", hint="Write timeout_s=600.0, for example."
-        )
-    return max(0.0, float(timeout_s))
-
-
 def checked_step(step: int) -> int:
     """Return a step to save at.
 
@@ -272,5 +258,7 @@ def checked_step(step: int) -> int:
         UsageError: It is not a step.
     """
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_STEP:
-        raise UsageError(f"{step!r} is not a step: give an int from 0 to {MAX_STEP}.")
+        raise UsageError(
+            f"{step!r} is not a step: give an int from 0 to {MAX_STEP}.", hint="Write manager.save(int(step), state)."
+        )
     return step

@@ -25,7 +25,6 @@ from ckptmirror.arguments import (
     check_kinds_of_stages,
     checked_kinds,
     checked_loss,
-    checked_seconds,
     checked_settings,
     checked_step,
     node_key,
@@ -47,6 +46,7 @@ from ckptmirror.core.model import SAVED_KINDS, Kind
 from ckptmirror.core.name_rules import Rename, name_rules, parts_alone
 from ckptmirror.core.per_rank import check_patterns
 from ckptmirror.core.retention import Retention
+from ckptmirror.core.setting_checks import checked_seconds
 from ckptmirror.core.stages import stages_of
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
 from ckptmirror.flow.mirror_wait import MirrorWait

@@ -16,13 +16,14 @@ from ckptmirror import cli
 from ckptmirror.cli._next_command import completing_hints
 from ckptmirror.cli._options import demanding_signatures, show_verbose, verbose_option
 from ckptmirror.cli._streams import printable_streams
-from ckptmirror.core.errors import CkptMirrorError
+from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.local.storage_errors import disk_error
 
 __all__ = ["program", "run"]
 
 
 _WITHOUT_KEYS = ("config", "demo")  # one shows the settings, the other has its own
+_HELP = "See `ckptmirror --help`, and `--help` of the verb."
 _SAME_ELSEWHERE = {
     **dict.fromkeys(("list", "dir"), "ls"),
     **dict.fromkeys(("download", "fetch", "get", "pull", "restore"), "stage"),
@@ -124,7 +125,8 @@ def _run(arguments: list[str] | None) -> int:
         _forget_stdout()
         return 1
     except CkptMirrorError as error:
-        return _print_error(error, str(error), error.hint, error.exit_code)
+        hint = _HELP if error.hint == UsageError.hint else error.hint
+        return _print_error(error, str(error), hint, error.exit_code)
     except OSError as error:
         _forget_stdout()
         if isinstance(error, PermissionError) and isinstance(error.filename, str):

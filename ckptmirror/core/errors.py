@@ -106,7 +106,7 @@ class UsageError(CkptMirrorError):
     """The call or command line cannot be understood."""
 
     exit_code = 2
-    hint = "See `ckptmirror --help`, and `--help` of the verb."
+    hint = "Give what the message asks for: the documentation of the function lists its arguments."
 
 
 class CheckpointNotFound(CkptMirrorError):

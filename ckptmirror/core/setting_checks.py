@@ -7,6 +7,7 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ __all__ = [
     "WrongValue",
     "above_0",
     "check_kind",
+    "checked_seconds",
     "directory_path",
     "kinds",
     "nearest",
@@ -61,6 +63,19 @@ def check_kind(given: object, known: Sequence[str]) -> None:
     """
     if given is not None and not (isinstance(given, str) and given in known):
         raise UsageError(f"There is no kind {given!r}.", hint=f"The kinds are {', '.join(known)}.")
+
+
+def checked_seconds(given: object, name: str = "timeout_s") -> float:
+    """Return the limit of a wait, in seconds; below 0, as what is left of a deadline may be, it does not wait.
+
+    Raises:
+        UsageError: It is not a number.
+    """
+    if isinstance(given, bool) or not isinstance(given, int | float) or math.isnan(given):
+        raise UsageError(
+            f"{name} is {given!r}; it must be a number of seconds.", hint=f"Write {name}=600.0, for example."
+        )
+    return max(0.0, float(given))
 
 
 def directory_path(given: str) -> str:

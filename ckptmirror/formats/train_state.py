@@ -107,7 +107,10 @@ def check_state(state: TrainState) -> None:
     check_per_rank(state.per_rank)
     for key, function in (state.merge_extra or {}).items():
         if key not in (state.extra or {}):
-            raise UsageError(f"merge_extra has a function for {key!r}, and extra has no {key!r}.")
+            there = ", ".join(map(repr, state.extra or {})) or "nothing"
+            raise UsageError(
+                f"merge_extra has a function for {key!r}, and extra has no {key!r}.", hint=f"extra has {there}."
+            )
         if not callable(function):
             raise UsageError(f"TrainState.merge_extra[{key!r}] is {_kind(function)}, not a function.")
 

@@ -155,10 +155,9 @@ def _encode_tensor(value: torch.Tensor, where: str) -> torch.Tensor:
             f"{where} is a DTensor whose ranks hold parts of a sum: its pieces could not be put together.",
             hint="Redistribute it first: tensor.redistribute(placements=[Replicate()]).",
         )
-    if tensor.layout not in (torch.strided, torch.sparse_coo):
-        raise UsageError(
-            f"{where} is a tensor of layout {tensor.layout}, which cannot be saved.", hint="Save it dense."
-        )
+    if tensor.layout not in (torch.strided, torch.sparse_coo) or tensor.is_nested:
+        layout = "nested" if tensor.layout == torch.strided else tensor.layout
+        raise UsageError(f"{where} is a tensor of layout {layout}, which cannot be saved.", hint="Save it dense.")
     return tensor
 
 

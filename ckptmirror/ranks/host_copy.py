@@ -386,4 +386,4 @@ def _refuse_if_no_bytes(tensor: torch.Tensor, path: str) -> None:
     elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         why = f"a {type(tensor).__name__} does not say how it is made of plain tensors"
     if why:
-        raise UsageError(f"{path} cannot be copied: {why}")
+        raise UsageError(f"{path} cannot be copied: {why}", hint="Save it as a plain dense tensor, or leave it out.")

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptmirror import CheckpointManager, Retention, TrainState, errors
 from ckptmirror.testing import Fault, GcsServerProcess
@@ -212,11 +215,19 @@ def test_a_wrong_argument_of_a_call_is_named_and_changes_nothing(tmp_path: Path)
             ("timeout_s is '9'", lambda: manager.close(timeout_s="9")),  # type: ignore[arg-type]
             ("timeout_s is nan", lambda: manager.rotate(timeout_s=float("nan"))),
             ("metrics is 5", lambda: manager.save(1, state, metrics=5)),  # type: ignore[arg-type]
+            ("'1' is not a step", lambda: manager.save("1", state)),  # type: ignore[arg-type]
         ]
         for words, call in calls:
-            with pytest.raises(errors.UsageError, match=words):
+            with pytest.raises(errors.UsageError, match=words) as wrong:
                 call()
-        manager.save(1, state).wait()
+            assert "--help" not in "".join(traceback.format_exception(wrong.value))  # nobody called a verb
+        nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+        ragged = replace(state, extra={**(state.extra or {}), "ragged": nested})
+        with pytest.raises(errors.UsageError, match="ragged is a tensor of layout nested"):
+            manager.save(1, ragged)
+        handle = manager.save(1, state).wait()
+        with pytest.raises(errors.UsageError, match="timeout_s is '5'"):
+            handle.wait("mirrored", "5")  # type: ignore[arg-type]
         manager.close(timeout_s=-0.5)  # what was left of a deadline
 
 

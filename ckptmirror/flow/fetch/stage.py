@@ -25,7 +25,7 @@ from typing import Literal
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import CheckpointNotFound, ConfigError, KindMismatch, UsageError
 from ckptmirror.core.model import SAVED_KINDS, Kind, Meta
-from ckptmirror.core.setting_checks import check_kind
+from ckptmirror.core.setting_checks import check_kind, checked_seconds
 from ckptmirror.flow.fetch.destination import is_training_root, make_control_dir
 from ckptmirror.flow.fetch.stage_progress import OnProgress, StageProgress
 from ckptmirror.flow.fetch.staging import Staging, wanted_artifacts
@@ -109,8 +109,7 @@ def stage_checkpoint_step(
     check_kind(require_kind, SAVED_KINDS)
     if step != "latest" and (isinstance(step, bool) or not isinstance(step, int)):
         raise UsageError(f"step is {step!r}; it must be a whole number, or 'latest'.", hint="Write step=5000.")
-    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not wait_s >= 0:
-        raise UsageError(f"wait_s is {wait_s!r}; it must be a number of seconds, at least 0.", hint="Write wait_s=60.")
+    wait_s = checked_seconds(wait_s, "wait_s")
     root = directories.absolute_dir(dest, "dest")
     opened = mirror if isinstance(mirror, Mirror) else _open(mirror, on_wait)
     try:

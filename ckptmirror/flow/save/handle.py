@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 
 from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, LocalStorageFull, UsageError, WaitTimeout
 from ckptmirror.core.model import Kind
+from ckptmirror.core.setting_checks import checked_seconds
 
 __all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle", "TurnLock", "raise_skipped"]
 
@@ -117,13 +118,14 @@ class SaveHandle:
             timeout_s: The limit, in seconds.
 
         Raises:
-            UsageError: There is no such phase.
+            UsageError: There is no such phase, or ``timeout_s`` is no number.
             BackgroundSaveFailed: The save failed; the cause is attached.
             WaitTimeout: ``timeout_s`` seconds passed.
             DeadlinePassed: It is not mirrored: an upload failed for good, or the leader of this node has ended.
             AttemptFenced: It is not mirrored, and never will be by this attempt: a newer one has started.
         """
         _check_phase(until)
+        timeout_s = checked_seconds(timeout_s)
         deadline = time.monotonic() + timeout_s
         local = min(_PHASES.index(until), _PHASES.index("committed"))
         with self._state:
