@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,13 +35,29 @@ class _Printable:
 
 @contextmanager
 def printable_streams() -> Iterator[None]:
-    """Put both streams behind the filter."""
+    """Put both streams behind the filter. One that was closed before the process began takes everything to nowhere."""
     earlier = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (cast(TextIO, _Printable(stream)) for stream in earlier)
+    for descriptor in range(3):  # so that no file of ours gets the number of a stream
+        if not _is_open(descriptor):
+            os.open(os.devnull, os.O_RDWR)
+    streams = (stream if stream is not None else _nowhere() for stream in earlier)
+    sys.stdout, sys.stderr = (cast(TextIO, _Printable(stream)) for stream in streams)
     try:
         yield
     finally:
         sys.stdout, sys.stderr = earlier
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")
 
 
 def raw_stderr() -> TextIO:

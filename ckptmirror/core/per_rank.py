@@ -31,11 +31,14 @@ __all__ = [
     "ValueTools",
     "check_patterns",
     "check_per_rank",
+    "function_for",
     "matching",
+    "name_of_average",
     "names_in",
     "only",
     "own_for",
     "recorded",
+    "saved_names",
     "told",
     "with_own",
     "with_record",
@@ -314,6 +317,32 @@ def with_own(model: Mapping[str, Any], optimizer: Optimizer, extra: Mapping[str,
     return {"model": {**model, **own["model"]}, "optimizer": optimizer}
 
 
+def saved_names(extra: Any) -> frozenset[str]:
+    """Return the names of the values that each rank of a save had of its own, by the contents of a rank's file.
+
+    Raises:
+        IntegrityError: It is not what a save writes there.
+    """
+    own = _own_in(extra)
+    return own.names if own is not None else frozenset()
+
+
+def name_of_average(place: Sequence[Any], names: Collection[str]) -> str:
+    """Return which of ``names`` a value at a place in a state of averages is the average of; "" if of none.
+
+    It has that name there, or one that ends with it: ``AveragedModel`` has ``module.`` before the names of the model.
+    """
+    parts = ".".join(map(str, place)).split(".")
+    return next((name for start in range(len(parts)) if (name := ".".join(parts[start:])) in names), "")
+
+
+def function_for(declared: PerRank, name: str) -> Merge | None:
+    """Return what merges the values of a name: what the first pattern has that matches it."""
+    if not isinstance(declared, Mapping):
+        return None
+    return next((merge for pattern, merge in declared.items() if fnmatchcase(name, pattern)), None)
+
+
 def only(parts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return what :func:`with_own` returned, without what is under other names than these."""
     state = (parts["optimizer"] or {}).get("state") or {}
@@ -346,15 +375,10 @@ def own_for(target: Any, extra: Any, of: Callable[[int], Any], tools: ValueTools
     if len(known) != own.world_size or any(one.world_size != own.world_size for one in known):
         raise IntegrityError("The files of the ranks do not have what each rank had of its own (per_rank).")
     names = frozenset(name for one in known for name in one.names) - target.elsewhere
-    functions = {name: merge for name in names if (merge := _function(declared, name)) is not None}
+    functions = {name: merge for name in names if (merge := function_for(declared, name)) is not None}
     if lacking := sorted(names - functions.keys()):
         replace(own, patterns=tuple(lacking)).refuse_other_ranks(target.rank, target.world_size)
     return _Merged(own.patterns, names, target.rank, target.world_size, True, {}, {}, known, functions, tools)
-
-
-def _function(declared: Mapping[str, Merge | None], name: str) -> Merge | None:
-    """Return what merges the values of a name: what the first pattern has that matches it."""
-    return next((merge for pattern, merge in declared.items() if fnmatchcase(name, pattern)), None)
 
 
 def _own_in(extra: Any) -> Own | None:

@@ -79,7 +79,8 @@ class Status:
         newest_step: The newest committed step of the lineage; None if there is none.
         newest_safe_step: The newest safe step; None if there is none.
         trainer: The last ``status.json`` of the trainer.
-        trainer_alive: Whether the process that wrote it lives; None if there is none, or it is on another machine.
+        trainer_alive: Whether the process that wrote it lives; None if there is none, or it is on another machine or in
+            another container.
         problems: Files under the root that look like saves but are not whole.
         unsettled: Save id -> why it is not on every required mirror, for whole saves and for all that the table knows.
         emergency_step: The step of an emergency snapshot that is newer than all safe saves; it is never uploaded.

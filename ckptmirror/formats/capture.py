@@ -9,7 +9,7 @@ Rules:
   ranks leave out buffers (whose running averages may differ), extra state and EMA, and everything but the sidecar if no
   kind of the save needs more from them. ``left_out`` holds what they leave out, so that it can be compared.
 * What the state declares as each rank's own (``per_rank``) is in the kinds only as the first rank has it; the other
-  ranks have theirs in their extra state.
+  ranks have theirs in their extra state, and each has its whole EMA, which has averages of it.
 * A value that a safe load could not read back is refused here, by name.
 """
 
@@ -126,7 +126,7 @@ def capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     Args:
         state: What to save.
         step: The step.
-        with_ema: Whether this rank saves an EMA that is not sharded.
+        with_ema: Whether this rank saves an EMA that is not sharded, and the same on all ranks.
     """
     try:
         return _capture_local(state, step=step, with_ema=with_ema)
@@ -164,7 +164,8 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
             )
     optimizer = capture_optimizer(state.model, state.optimizer) if state.optimizer is not None else None
     sharded = has_shards(model) or has_shards(optimizer)
-    extra = _capture_extra(state, step=step, with_ema=sharded or with_ema, model=model)
+    own_average = bool(state.per_rank)  # it has averages of what each rank has of its own
+    extra = _capture_extra(state, step=step, with_ema=sharded or with_ema or own_average, model=model)
     if versions is not None:
         extra[KEY].append([["model"], to_text(versions)])
     own = per_rank.matching(state.per_rank, model)

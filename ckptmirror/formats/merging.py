@@ -4,6 +4,7 @@ Rules:
 * An object with ``merge_state_dicts(states, rank, world_size)``, as the data loader or anywhere in extra, gets the
   states of all ranks in every load. What it returns is its saved state from then on.
 * A value of extra for which the state has a function in ``merge_extra`` is merged if the number of ranks has changed.
+  So is the average of a value that each rank has of its own, by the function that ``per_rank`` has for that.
 * Everything is merged before anything of it is loaded: a load reads one rank's file, with the merged values in it.
 * Files of other ranks are read only when their state is asked for.
 """
@@ -15,6 +16,7 @@ from typing import Any, overload
 
 from ckptmirror.core.containers import TreePath, has, item_at, place, placed_leaves, takes_state
 from ckptmirror.core.errors import CkptMirrorError, UsageError
+from ckptmirror.core.per_rank import function_for, name_of_average, saved_names
 from ckptmirror.formats.base import LoadTarget
 from ckptmirror.formats.rank_files import RankFiles
 
@@ -57,7 +59,23 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
     if "extra" not in target.exclude and source.world_size != target.world_size:
         for key, function in (target.state.merge_extra or {}).items():
             merge(function, ("extra", key), f"extra.{key}")
+    for place_there, function in _of_averages(source, target):
+        merge(function, ("ema", *place_there), "ema")
     return source.replaced(values) if values else source
+
+
+def _of_averages(source: RankFiles, target: LoadTarget) -> list[tuple[TreePath, Callable[..., Any]]]:
+    """Return the places of the averages of what each rank had of its own, with what merges them as it merges that."""
+    names = saved_names(source.tree()) if source.world_size != target.world_size else frozenset()
+    if not names or target.state.ema is None or "ema" in target.exclude:
+        return []
+    if not all("ema" in source.tree(rank) for rank in source.ranks):
+        return []  # an earlier version saved those of rank 0 alone
+    found = []
+    for path, _ in placed_leaves(source.tree()["ema"]):
+        function = function_for(target.state.per_rank, name_of_average(path, names))
+        found += [(path, function)] if function is not None else []
+    return found
 
 
 def _merge(by: Callable[..., Any], states: Sequence[Any], target: LoadTarget, where: str) -> Any:

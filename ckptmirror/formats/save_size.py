@@ -50,7 +50,9 @@ def estimated_bytes(state: TrainState, kinds: Sequence[Kind], *, rank: int, worl
     if "model" in kinds:
         total += sum(_full_bytes(one) for one in (*parameters, *buffers)) if is_first else 0
         total += sum(_held_bytes(one) * times for one, times in moments) if is_first or sharded else 0
-    total += sum(_held_bytes(one) for one in _tensors(state.ema) if is_first or isinstance(one, DTensor))
+    total += sum(
+        _held_bytes(one) for one in _tensors(state.ema) if is_first or state.per_rank or isinstance(one, DTensor)
+    )
     total += sum(map(_held_bytes, _tensors(state.extra)))
     if not is_first and state.per_rank:  # with moments in proportion
         named = dict(live_parameters(state.model))

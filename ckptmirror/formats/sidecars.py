@@ -101,7 +101,10 @@ def tensor_list(snapshot: Snapshot, *, rank: int, world_size: int, sums: bool = 
     entries = {name: _describe(name, tensor, sums) for name, tensor in tensors}
     for one in fingerprints_of(tensors):
         entries[one.name]["fingerprint"] = list(one.sums)
-    for name, _ in walk_tensors(per_rank.only(parts, per_rank.names_in(snapshot.extra))):
+    own = [name for name, _ in walk_tensors(per_rank.only(parts, per_rank.names_in(snapshot.extra)))]
+    if per_rank.names_in(snapshot.extra):  # and averages of these
+        own += [name for name, one in entries.items() if name.startswith("ema.") and one.get("sizes") == one["shape"]]
+    for name in own:
         entries[name]["per_rank"] = True
     return {
         "format": TENSORS_FORMAT,
@@ -257,6 +260,8 @@ class _Loader:
                 self._count_positions()
             elif name == "extra":
                 self._compare_ranks()
+            elif name == "ema":
+                self._tell_of_averages_of_others()
         else:
             self.missing.lacks(name)
 
@@ -297,6 +302,18 @@ class _Loader:
                 "such ranks",
                 "; what those ranks had read of the data is not known here",
             )
+
+    def _tell_of_averages_of_others(self) -> None:
+        """Report the averages of what each rank had of its own that are those of another rank, and were not merged."""
+        names = per_rank.saved_names(self.tree)
+        if not names or ("ema" in self.tree and self.source.world_size == self.target.world_size):
+            return
+        takes_own = self.own and "ema" in self.tree
+        there = placed_leaves(self.tree.get("ema", self._tree(0)["ema"]))
+        places = [path for path, _ in there if ("ema", *path) not in self.target.merged]
+        if found := sorted({name for path in places if (name := per_rank.name_of_average(path, names))}):
+            whose = "its own of then" if takes_own else "those of another rank"
+            self.missing.say(f"ema: each rank of the save had averages of its own of {some(found)}; this takes {whose}")
 
     def _compare_ranks(self) -> None:
         """Report it if the number of ranks changed and the ranks of the save had different values in extra."""

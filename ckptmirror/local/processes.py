@@ -13,7 +13,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-__all__ = ["is_alive", "lock_holders", "named_processes", "started"]
+__all__ = ["is_alive", "lock_holders", "named_processes", "pid_namespace", "started"]
 
 _ENDED = ("Z", "X", "x")  # proc(5): a zombie; dead
 
@@ -40,6 +40,17 @@ def started(pid: int) -> str:
     """Return when a process started, in clock ticks since boot; "" if that cannot be read."""
     stat = _stat(pid)
     return stat[19] if stat else ""
+
+
+def pid_namespace() -> str:
+    """Return the namespace in which this process sees others, as ``pid:[4026531836]``; "" if that cannot be read.
+
+    The containers of a pod share the name of the host, and each has numbers of its own for processes.
+    """
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def lock_holders(path: Path) -> list[int]:

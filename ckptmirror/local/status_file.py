@@ -23,7 +23,7 @@ from ckptmirror.core.sealed_json import json_object
 from ckptmirror.local import crashpoints, files
 from ckptmirror.local.direct_io import write_full
 from ckptmirror.local.own_files import open_own_file
-from ckptmirror.local.processes import is_alive, started
+from ckptmirror.local.processes import is_alive, pid_namespace, started
 from ckptmirror.local.storage_errors import explained
 
 __all__ = ["is_writer_alive", "read_status_file", "write_status_file"]
@@ -35,7 +35,8 @@ _ROOM_BYTES = 8 * 1024  # it takes as much from the beginning
 
 def write_status_file(root: Path, facts: Mapping[str, Any]) -> None:
     """Write ``.ckptmirror/status.json`` for people and monitors. A failure is only logged."""
-    writer = {"pid": os.getpid(), "host": socket.gethostname(), "started": started(os.getpid())}
+    own = os.getpid()
+    writer = {"pid": own, "host": socket.gethostname(), "started": started(own), "pid_namespace": pid_namespace()}
     try:
         data = json.dumps(writer | dict(facts), indent=1, sort_keys=True).encode().ljust(_ROOM_BYTES - 1) + b"\n"
         try:
@@ -67,8 +68,13 @@ def read_status_file(root: Path) -> dict[str, Any]:
 
 
 def is_writer_alive(facts: Mapping[str, Any]) -> bool | None:
-    """Whether the process that wrote ``status.json`` is alive; None if this machine cannot know."""
+    """Whether the process that wrote ``status.json`` is alive; None if this process cannot know.
+
+    It cannot if that one is on another machine, or in another container of this one.
+    """
     pid, began = facts.get("pid"), facts.get("started", "")
     if facts.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 2**31:
+        return None
+    if facts.get("pid_namespace", "") not in ("", pid_namespace()):
         return None
     return is_alive(pid, began if isinstance(began, str) else "")

@@ -27,7 +27,7 @@ from ckptmirror.core.errors import (
     Temporary,
 )
 
-__all__ = ["disk_error", "explained", "permitted", "why_full"]
+__all__ = ["disk_error", "explained", "is_there", "permitted", "why_full"]
 
 _FILE_HINT = "Choose another path, or move that file away."
 _DISK_HEALTH_HINT = "Check the disk's health (the kernel log names the device), then save again; nothing was committed."
@@ -64,6 +64,22 @@ def permitted(path: Path) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise disk_error(error, "read", path) from error
+
+
+def is_there(path: Path) -> bool:
+    """Whether a path exists; a link counts, wherever it points.
+
+    Raises:
+        LocalStorageUnwritable: This user may not look.
+    """
+    with permitted(path):
+        try:
+            path.lstat()
+        except PermissionError:
+            raise
+        except (OSError, ValueError):  # also a name that is too long, or no name at all
+            return False
+    return True
 
 
 def disk_error(error: OSError, action: str, path: Path) -> CkptMirrorError:

@@ -102,6 +102,11 @@ class StopRequest:
             RankFailed: A rank is gone.
             WaitTimeout: Not all ranks called within the channel's limit.
         """
+        if not hasattr(ranks, "exchange"):
+            raise UsageError(
+                f"check() takes the ranks of a manager, not an object of type {type(ranks).__name__}.",
+                hint="Write stop.check(manager.ranks).",
+            )
         said = ranks.exchange((self._reason, self.remaining_s), what="agree whether to stop")
         asked = [(rank, reason) for rank, (reason, _) in enumerate(said) if reason is not None]
         if not asked:

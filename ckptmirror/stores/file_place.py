@@ -64,7 +64,8 @@ def explained(what: str) -> Iterator[None]:
     except OSError as error:
         message = f"{what}: {error.strerror or error}"
         if error.errno in _UNWRITABLE:
-            raise NotAuthorised(message, hint="Make the mirror's directory accessible to this user.") from error
+            hint = f"Let user id {os.geteuid()} read and write there: `ls -ld` says whose each file and directory is."
+            raise NotAuthorised(message, hint=hint) from error
         if error.errno in _PERMANENT:
             raise StorePermanent(message, hint="Look for a file or link in its place.") from error
         raise StoreTemporary(message, hint="Check that the file system is mounted, healthy, and has space.") from error
@@ -339,7 +340,7 @@ class Place:
         while waiting:
             parts = waiting.pop()
             try:
-                with self.parent(parts) as directory:
+                with explained(f"file://{self._root.joinpath(*parts)}"), self.parent(parts) as directory:
                     for entry in os.scandir(directory):
                         beat()
                         if entry.is_dir(follow_symlinks=False):
@@ -386,11 +387,17 @@ def _fsync_above(root: int) -> None:
 
 
 def _attributes(directory: int, name: str) -> os.stat_result | None:
-    """Return a file's attributes by opening it: NFS asks the server at each open, but answers a stat from its cache."""
+    """Return a file's attributes by opening it: NFS asks the server at each open, but answers a stat from its cache.
+
+    A file that this user may not open has a name and a size, too.
+    """
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=directory)
     except FileNotFoundError:
         return None
+    except PermissionError:
+        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        return found if stat.S_ISREG(found.st_mode) else None
     try:
         found = os.fstat(descriptor)
         return found if stat.S_ISREG(found.st_mode) else None

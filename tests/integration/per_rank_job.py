@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.core.errors import CkptMirrorError
@@ -48,7 +49,8 @@ def new_state(rank: int, own: PerRank = OWN) -> TrainState:
     for expert in model.experts:
         nn.init.normal_(expert.weight)
     torch.manual_seed(7)
-    return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1), per_rank=own)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1), ema=ema, per_rank=own)
 
 
 def step(state: TrainState, rank: int, number: int) -> None:
@@ -65,11 +67,14 @@ def step(state: TrainState, rank: int, number: int) -> None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
     state.optimizer.step()
+    state.ema.update_parameters(state.model)
 
 
 def held(state: TrainState) -> dict[str, Any]:
     """Copies of everything that a rank has."""
     tree = {"model": dict(state.model.state_dict()), "optimizer": state.optimizer.state_dict()}
+    if state.ema is not None:
+        tree["ema"] = dict(state.ema.state_dict())
     copied: dict[str, Any] = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
     return copied
 
@@ -275,9 +280,11 @@ def others(rank: int, base: str, kinds: tuple[Kind, ...]) -> dict[str, Any]:
     found["merged"] = attempt(lambda: manager.load(merged, 2)), held(merged)
     info = manager.resume(state, exclude=("model", "optimizer"))
     found["without"] = info and info.step
+    found["told without"] = info and info.missing
     again = new_state(rank, MERGED)
     info = manager.resume(again)
     found["resumed"] = info and (info.step, info.kind), held(again)
+    found["told"] = info and info.missing
     step(again, rank, 5)
     found["save"] = saved(manager, 5, again)
     manager.close()

@@ -444,3 +444,15 @@ def test_main_can_be_called_inside_another_program(capsys: pytest.CaptureFixture
     code = "import signal; from ckptmirror.cli import main; before = signal.getsignal(signal.SIGTERM); "
     code += "assert main(['nope']) == 2; assert signal.getsignal(signal.SIGTERM) is before"
     subprocess.run([sys.executable, "-c", code], check=True, stderr=subprocess.DEVNULL, env=clean_environment())
+
+
+def test_a_verb_whose_output_goes_nowhere_does_its_work(tmp_path: Path):
+    """It ended with an AttributeError, after a drain too that had sent everything."""
+    root, url, _ = make_mirrored(tmp_path, 100, 200)
+    require(root, url)
+    for verb in ("drain", "status --json", "ls", "verify"):
+        shell = f"{shlex.join(AS_MODULE)} {verb} {shlex.quote(str(root))} >&- <&-"
+        ended = subprocess.run(["sh", "-c", shell], stderr=subprocess.PIPE, text=True, env=clean_environment())
+        assert ended.returncode == 0, ended.stderr
+    nowhere = subprocess.run(["sh", "-c", f"{shlex.join(AS_MODULE)} ls {root} >&- 2>&-"], env=clean_environment())
+    assert nowhere.returncode == 0

@@ -137,6 +137,19 @@ def test_a_process_that_got_the_number_of_a_dead_trainer_is_not_taken_for_it(tmp
     assert "trainer: died while running" in run("status", "--root", root).stdout
 
 
+def test_a_trainer_in_another_container_of_the_machine_is_not_called_dead(tmp_path: Path):
+    """They share the name of the host, and not the numbers of processes."""
+    root, _ = make_pending(tmp_path, f"file://{tmp_path}/mirror", 100, kinds=("model",))
+    with trainer(root, f"file://{tmp_path}/mirror", orphaned=False) as pid:
+        path = root / names.STATUS_NAME
+        said = json.loads(path.read_text())
+        assert said["pid_namespace"] == str(Path("/proc/self/ns/pid").readlink())
+        path.write_text(json.dumps(said | {"pid": 2**22 + 1, "pid_namespace": "pid:[1]"}))
+        assert "trainer: running" in run("status", "--root", root).stdout
+        assert json.loads(run("status", "--root", root, "--json").stdout)["trainer_alive"] is None
+        kill(pid)
+
+
 def test_nothing_is_said_of_a_trainer_on_another_machine(tmp_path: Path):
     root, _ = make_pending(tmp_path, f"file://{tmp_path}/mirror", 100, kinds=("model",))
     facts = {

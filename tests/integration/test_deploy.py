@@ -12,11 +12,13 @@ from typing import Any
 
 import click
 import pytest
+import torch
 import yaml
 from torch.distributed.run import get_args_parser
 
+from ckptmirror import CheckpointManager, TrainState
 from ckptmirror.cli._program import program
-from ckptmirror.core import errors
+from ckptmirror.core import errors, names
 
 HOME = Path(__file__).resolve().parents[2]
 UNITS = sorted((HOME / "deploy" / "systemd").iterdir())
@@ -55,6 +57,19 @@ def test_what_the_readme_lets_a_unit_write_to_is_mounted_first():
     drop_in = (HOME / "deploy" / "README.md").read_text().partition("```ini")[2].partition("```")[0]
     written, waited_for = (re.findall(rf"{name}=(\S+)", drop_in) for name in ("ReadWritePaths", "RequiresMountsFor"))
     assert written == waited_for == ["/nfs/run-17"]
+
+
+def test_a_unit_starts_where_a_trainer_has_its_table_elsewhere_too(tmp_path: Path):
+    (unit,) = UNITS
+    (value,) = {line.split("=|%f/")[1] for line in unit.read_text().splitlines() if "ConditionPathExists=|" in line} - {
+        names.TABLE_NAME
+    }
+    assert value == names.TABLE_NOTE_NAME
+    table = tmp_path / "state"
+    with CheckpointManager(tmp_path / "root", state_dir=table) as manager:
+        manager.resume(TrainState(model=torch.nn.Linear(1, 1)))
+    assert not (tmp_path / "root" / names.TABLE_NAME).exists()
+    assert (tmp_path / "root" / value).exists()
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)

@@ -18,7 +18,16 @@ from typing import Any
 
 import pytest
 
-from ckptmirror import CheckpointManager, Retention, stage_checkpoint_step
+from ckptmirror import (
+    CheckpointManager,
+    Retention,
+    find_local_checkpoint_steps,
+    list_checkpoints,
+    load_checkpoint,
+    resolve_checkpoint_reference,
+    resolve_resume_path,
+    stage_checkpoint_step,
+)
 from ckptmirror.cli import main as verb_here
 from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
@@ -300,3 +309,59 @@ def _lose_the_root(locked: str, place: Path) -> dict[str, str]:
             raised[name] = type(error).__name__
     (root / locked).chmod(0o755)
     return raised
+
+
+def _look_at(places: list[str], _place: Path) -> dict[str, tuple[str, str]]:
+    """What each reader says of each place: the kind of its error, or the exit code, and the words."""
+    calls: dict[str, Callable[[str], object]] = {
+        "load": load_checkpoint,
+        "list": list_checkpoints,
+        "resolve": resolve_checkpoint_reference,
+        "steps": find_local_checkpoint_steps,
+        "resume": resolve_resume_path,
+    }
+    found = {}
+    for place in places:
+        for name, call in calls.items():
+            try:
+                found[f"{name} {place}"] = "value", str(call(place))
+            except Exception as error:  # noqa: BLE001 - the kind of the error is the question
+                found[f"{name} {place}"] = type(error).__name__, str(error)
+        for verb in ("ls", "verify"):
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()) as shown:
+                found[f"{verb} {place}"] = str(verb_here([verb, place])), shown.getvalue()
+    return found
+
+
+def test_a_place_that_a_user_may_not_enter_is_not_called_missing(shared_place: Path) -> None:
+    """The person looked for a typo, and a script took it for no checkpoint yet."""
+    (shared_place / "nfs").mkdir()
+    saved_run(shared_place / "ssd/run", (1,), f"file://{shared_place}/nfs/run")
+    for locked in ("ssd", "nfs"):
+        (shared_place / locked).chmod(0o700)
+    places = [str(shared_place / place) for place in ("ssd/run", "ssd/run/dcp_000001", "nfs/run")]
+    found = _answer_of(_SIDECAR, 0o022, functools.partial(_look_at, places), shared_place)
+    assert {kind for kind, _ in found.values()} == {"LocalStorageUnwritable", "10"}
+    assert all(f"user id {_SIDECAR} has no permission" in words for _, words in found.values())
+
+
+def test_a_file_that_a_user_may_not_read_takes_only_its_save_from_a_mirror(shared_place: Path) -> None:
+    """Names and sizes could not be asked for either, so that the whole mirror was refused, and no file named."""
+    mirror = shared_place / "mirror"
+    saved_run(shared_place / "root", (1, 2), f"file://{mirror}")
+    for path in (mirror, *mirror.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    (mirror / "model_000001.pt").chmod(0o600)
+    url = f"file://{mirror}"
+    found = _answer_of(_SIDECAR, 0o022, functools.partial(_look_at, [url, f"{url}/model_000001.pt"]), shared_place)
+    assert found[f"ls {url}"] == ("0", "")
+    assert found[f"verify {url}"] == ("0", "2 of 2 saves are whole\n")
+    assert found[f"load {url}"][0] == "value"
+    kind, words = found[f"load {url}/model_000001.pt"]
+    assert kind == "NotAuthorised"
+    assert f"{url}/model_000001.pt: Permission denied" in words
+    (mirror / "dcp_000001").chmod(0o700)
+    assert (
+        f"{url}/dcp_000001: Permission denied"
+        in _answer_of(_SIDECAR, 0o022, functools.partial(_look_at, [url]), shared_place)[f"ls {url}"][1]
+    )

@@ -44,6 +44,8 @@ def test_each_rank_gets_back_its_own(job: Job) -> None:
     first, second, *_ = (found["at 2"] for found in job.ranks)
     assert not torch.equal(first["model"]["experts.0.weight"], second["model"]["experts.0.weight"])
     assert not torch.equal(first["model"]["norm.running_mean"], second["model"]["norm.running_mean"])
+    assert not torch.equal(first["ema"]["module.experts.0.weight"], second["ema"]["module.experts.0.weight"])
+    assert not torch.equal(first["ema"]["module.norm.running_mean"], second["ema"]["module.norm.running_mean"])
     assert torch.equal(first["model"]["shared.weight"], second["model"]["shared.weight"])
     assert first["optimizer"]["state"].keys() != second["optimizer"]["state"].keys(), "nothing is tested"
 
@@ -90,6 +92,8 @@ def test_another_number_of_ranks_is_refused_before_anything_changes(job: Job) ->
             assert "exclude=" in hint
         assert same(found["before"], found["after"])
         assert found["without"] == 4
+        (line,) = [line for line in found["told without"] if line.startswith("ema")]
+        assert "each rank of the save had averages of its own of experts." in line
 
 
 def test_where_one_name_has_no_function_another_number_of_ranks_is_refused(job: Job) -> None:
@@ -140,6 +144,10 @@ def test_functions_merge_what_the_ranks_had_for_another_number_of_ranks(job: Job
         for name, value in got["model"].items():
             values = [one["model"][name] for one in of_ranks]
             assert torch.equal(value, expected(name, values, rank)), name
+        for name, value in got["ema"].items():
+            values = [one["ema"][name] for one in of_ranks]
+            assert torch.equal(value, expected(name.removeprefix("module."), values, rank)), name
+        assert not any("ema" in line for line in found["told"])
         params = [name for name in names if not name.startswith("norm.running") and "num_batches" not in name]
         for number, name in enumerate(sorted(params, key=names.index)):
             states = [one["optimizer"]["state"].get(number) for one in of_ranks]

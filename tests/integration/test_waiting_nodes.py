@@ -16,6 +16,7 @@ from ckptmirror.core import names
 from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.errors import AttemptFenced
 from ckptmirror.core.model import Meta
+from ckptmirror.core.uncommitted import is_behind_text
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.workers import upload_save
 from ckptmirror.local.table_place import open_known_table
@@ -156,6 +157,20 @@ def test_a_node_that_waits_for_another_learns_that_its_attempt_is_fenced(nodes: 
     done.table.end_delays([nodes.url])
     with pytest.raises(AttemptFenced):
         upload_save(context, nodes.parts[0].save_id)
+
+
+def test_who_waited_long_for_a_node_asks_often_again_once_somebody_waits_for_it(nodes: Nodes) -> None:
+    """The delay went on growing in the next job, whose close gave up although the part had come in its first second."""
+    done, _ = nodes.places
+    for _ in range(8):
+        done.clock.pass_s(120)
+        done.upload()
+    (waits,) = [record for record in done.records() if record.role == "meta"]
+    assert waits.attempts_made >= 8
+    assert done.table.end_delays([nodes.url], lambda error: error == "another reason") == 0
+    assert done.table.end_delays([nodes.url], is_behind_text) == 1
+    (waits,) = [record for record in done.records() if record.role == "meta"]
+    assert (waits.attempts_made, waits.not_before_ms) == (0, None)
 
 
 def test_a_push_asks_at_once_for_what_an_earlier_one_waited_for(nodes: Nodes, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from shlex import quote
 from ckptmirror.core import names
 from ckptmirror.core.errors import CheckpointNotFound, UsageError
 from ckptmirror.core.model import KINDS, Kind
+from ckptmirror.local.storage_errors import is_there
 from ckptmirror.local.table_place import is_mirror
 from ckptmirror.stores import normalise_url
 
@@ -65,6 +66,7 @@ def locate(reference: str | os.PathLike[str]) -> Located:
 
     Raises:
         CheckpointNotFound: The path does not exist, or ``latest`` does not point at a checkpoint beside it.
+        LocalStorageUnwritable: This user may not look there.
         UsageError: It is neither a directory nor the name of a checkpoint, or it is no path at all.
     """
     if not isinstance(reference, str | os.PathLike):
@@ -78,7 +80,7 @@ def locate(reference: str | os.PathLike[str]) -> Located:
         parsed = _parse_save(last)
         return Located(base, last, parsed) if parsed is not None else Located(text)
     path = Path(text).absolute()
-    if not os.path.lexists(path):
+    if not is_there(path):
         raise _missing(text, path)
     if path.is_symlink() and path.name == names.LATEST_NAME:
         target = os.fspath(path.readlink())

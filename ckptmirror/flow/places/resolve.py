@@ -48,6 +48,7 @@ from ckptmirror.flow.places.uncommitted import uncommitted_saves
 from ckptmirror.local import directories
 from ckptmirror.local.inventory import read_inventory
 from ckptmirror.local.save_logger import save_logger
+from ckptmirror.local.storage_errors import is_there
 from ckptmirror.local.table_place import check_is_no_mirror, is_mirror
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _latest(link: Path, root: Path, target: str, kind: Kind | None) -> Checkpoin
 
 def _named(root: Path, name: str, kind: Kind | None, exclude: Collection[str] = ()) -> CheckpointReference:
     """Return the save whose meta names ``name``, or is ``name``."""
-    if not os.path.lexists(root / name):
+    if not is_there(root / name):
         raise CheckpointNotFound(f"{root / name} does not exist.", hint=list_hint(root))
     inventory = read_inventory(root)
     for save in inventory.saves:
@@ -296,9 +297,10 @@ def resolve_resume_path(root: Path | str) -> Path | None:
 
     Raises:
         NoTable: It is a mirror, whose objects may have other names.
+        LocalStorageUnwritable: This user may not look there.
     """
     root = directories.absolute_dir(root, "root")
-    if not root.is_dir():
+    if not is_there(root) or not root.is_dir():
         return None
     check_is_no_mirror(root)
     catalog = local_catalog(root)
@@ -330,12 +332,13 @@ def find_local_checkpoint_steps(root: Path | str, kind: Kind | None = None) -> l
 
     Raises:
         UsageError: There is no such kind.
+        LocalStorageUnwritable: This user may not look there.
     """
     from ckptmirror.flow.places.legacy_references import older_steps
 
     check_kind(kind, KINDS)
     root = directories.absolute_dir(root, "root")
-    if not root.is_dir():
+    if not is_there(root) or not root.is_dir():
         return []
     kinds = (kind,) if kind is not None else READ_ORDER
     steps = {step for step, k in not_superseded(_catalog_at(root)) if k in kinds}

@@ -41,7 +41,7 @@ from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.disks import Torn
 from ckptmirror.core.start.quarantine import FAILED_STARTS
-from ckptmirror.core.uncommitted import LEFT_OFF_TEXT, given_up_text, is_left_off_text
+from ckptmirror.core.uncommitted import LEFT_OFF_TEXT, given_up_text, is_behind_text, is_left_off_text
 from ckptmirror.flow.places.attempt_lists import note_diverged, note_sign
 from ckptmirror.flow.places.catalog import Catalog, local_catalog
 from ckptmirror.flow.places.mirrors import (
@@ -379,6 +379,8 @@ class Node:
             return False
         if self.unsafe_saves(save_id):
             self.repair_records(min(timeout_s, _REPAIR_WAIT_S))
+            if timeout_s > 0:  # else somebody polls
+                self.table.end_delays(self._counting(), is_behind_text)
             workers.notify()
 
         def is_over() -> bool:

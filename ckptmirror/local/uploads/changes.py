@@ -14,6 +14,7 @@ from typing import Any
 from ckptmirror.core.errors import IllegalTransition, IntegrityError
 from ckptmirror.core.lifecycle import RecordState, check_transition
 from ckptmirror.core.model import Artifact
+from ckptmirror.core.uncommitted import is_behind_text
 from ckptmirror.local.uploads.lease_clock import LeaseClock
 from ckptmirror.local.uploads.records import SaveRow, UploadRecord
 
@@ -167,8 +168,9 @@ def put_back(record: UploadRecord, reason: str, wait_ms: int, clock: LeaseClock)
 
 
 def without_delay(record: UploadRecord) -> UploadRecord:
-    """Still pending, and free to be claimed."""
-    return replace(record, not_before_boot=None, not_before_ms=None)
+    """Still pending, and free to be claimed; what waits for another node waits as if it began to."""
+    tries = 0 if is_behind_text(record.last_error) else record.attempts_made
+    return replace(record, not_before_boot=None, not_before_ms=None, attempts_made=tries)
 
 
 def failed(record: UploadRecord, reason: str, clock: LeaseClock) -> UploadRecord:

@@ -536,13 +536,18 @@ class UploadsTable:
             lambda r: changes.retried(r, self._clock),
         )
 
-    def end_delays(self, mirrors: Collection[str]) -> int:
-        """Let pending records of these mirrors be claimed now, whatever they were to wait. Returns how many."""
+    def end_delays(self, mirrors: Collection[str], of: Callable[[str | None], bool] = lambda _: True) -> int:
+        """Let pending records of these mirrors be claimed now, whatever they were to wait. Returns how many.
+
+        Args:
+            mirrors: Their URLs.
+            of: Says of a record's last error whether its delay ends.
+        """
         return self._change_all(
             "end_delays",
             "read all records in a state",
             {"state": RecordState.PENDING.value},
-            lambda r: r.mirror in mirrors and r.not_before_ms is not None,
+            lambda r: r.mirror in mirrors and r.not_before_ms is not None and of(r.last_error),
             changes.without_delay,
         )
 
