@@ -283,6 +283,8 @@ def load_settings(
     if found is not None:
         values |= _of_file(found)
     values |= _of_environment(environ)
+    if not isinstance(flags, Mapping | None):
+        raise ConfigError(f"flags is {flags!r}; it must be a dict of settings.", hint='Write flags={"root": "..."}.')
     for name, given in (flags or {}).items():
         if given is not None:
             source = _BY_NAME[name].flag if name in _BY_NAME else ""

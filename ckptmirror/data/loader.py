@@ -19,11 +19,12 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from ckptmirror.core import setting_checks
 from ckptmirror.core.cursors import Cursor, one_for_each_rank
 from ckptmirror.core.errors import DataChanged, IntegrityError, UsageError
 from ckptmirror.data.shuffle import key_of
 
-__all__ = ["Loader", "check_arguments", "data_rank", "rank_in", "whole"]
+__all__ = ["Loader", "check_arguments", "check_counts", "data_rank", "rank_in", "whole"]
 
 _FORMAT = 1
 _Cursor = TypeVar("_Cursor", bound=Cursor)
@@ -43,6 +44,19 @@ def data_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise UsageError(f"rank is {rank}; with world_size={world_size} it must be from 0 to {world_size - 1}.")
     return rank, world_size
+
+
+def check_counts(**given: Any) -> None:
+    """Check arguments that count something, by their names.
+
+    Raises:
+        UsageError: One is not a whole number from 1 up.
+    """
+    for name, number in given.items():
+        try:
+            setting_checks.whole(1)(number)
+        except setting_checks.WrongValue as error:
+            raise UsageError(f"{name} {error.why}.", hint=f"Write {name}=8, for example.") from None
 
 
 def check_arguments(kind: str, own: Mapping[str, str], given: Mapping[str, Any]) -> None:

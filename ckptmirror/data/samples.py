@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.sample_cursors import Interval, Last, SampleCursor, merge_sample_cursors
-from ckptmirror.data.loader import Loader, check_arguments, data_rank, rank_in, whole
+from ckptmirror.data.loader import Loader, check_arguments, check_counts, data_rank, rank_in, whole
 from ckptmirror.data.shuffle import key_of, shuffled
 
 __all__ = ["SampleLoader"]
@@ -60,8 +60,12 @@ class SampleLoader(Loader[SampleCursor]):
         check_arguments("SampleLoader", _OWN, dataloader)
         if last not in get_args(Last):
             raise UsageError(f'last is {last!r}; it must be "pad", "drop" or "uneven".')
-        if batch_size < 1:
-            raise UsageError(f"batch_size is {batch_size}; it must be at least 1.")
+        check_counts(batch_size=batch_size)
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise UsageError(
+                f"SampleLoader takes data with len() and [index], not an object of type {type(dataset).__qualname__}.",
+                hint="Data that can only be read from its beginning goes into many files: ShardLoader reads those.",
+            )
         size = len(dataset)
         self._seed, self._shuffle = seed, shuffle
         self._first = SampleCursor(size, *data_rank(rank, world_size), batch_size, last)

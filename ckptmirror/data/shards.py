@@ -27,7 +27,7 @@ from ckptmirror.core.shard_cursors import (
     shared_out,
     with_readers,
 )
-from ckptmirror.data.loader import Loader, check_arguments, data_rank, rank_in, whole
+from ckptmirror.data.loader import Loader, check_arguments, check_counts, data_rank, rank_in, whole
 from ckptmirror.data.shuffle import key_of, shuffled
 
 __all__ = ["ShardLoader"]
@@ -86,13 +86,12 @@ class ShardLoader(Loader[ShardCursor]):
         check_arguments("ShardLoader", _OWN, dataloader)
         if dataloader.get("persistent_workers"):
             raise UsageError("ShardLoader cannot keep its workers: each epoch gives them other shards.")
-        for name, number in (
-            ("batch_size", batch_size),
-            ("shuffle_block", shuffle_block),
-            ("open_shards", open_shards),
-        ):
-            if number < 1:
-                raise UsageError(f"{name} is {number}; it must be at least 1.")
+        check_counts(batch_size=batch_size, shuffle_block=shuffle_block, open_shards=open_shards)
+        if isinstance(shards, str) or not isinstance(shards, Iterable) or not callable(read):
+            raise UsageError(
+                f"ShardLoader takes names of shards and a function that reads one, not {shards!r} and {read!r}.",
+                hint="Write ShardLoader(sorted(glob('train-*.txt')), read), where read(name, offset) yields samples.",
+            )
         listed = sorted(shards.items()) if isinstance(shards, Mapping) else [(name, None) for name in sorted(shards)]
         self._shards = [Shard(name, version) for name, version in listed]
         if len(dict(listed)) < len(listed):
