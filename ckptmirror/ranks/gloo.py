@@ -50,7 +50,7 @@ from ckptmirror.core.errors import (
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.local.daemon_pool import begin_or_do, is_over
 from ckptmirror.ranks.base import Readers, exchange_result
-from ckptmirror.ranks.messages import Answer, Report, decide, failure_of, pack_value, refusal
+from ckptmirror.ranks.messages import START_AGAIN, Answer, Report, decide, failure_of, pack_value, refusal
 from ckptmirror.ranks.nodes import NodeLayout, Probe, joined, layout_of, ranks_by_node
 
 __all__ = ["GlooRanks", "frame_bytes"]
@@ -224,8 +224,7 @@ class GlooRanks:
     def _exchange(self, value: T, what: str, to: Readers | Literal["all"], error: BaseException | None) -> dict[int, T]:
         broken = self._broken
         if broken is not None:
-            again = "Start the job again: it continues from its newest save."
-            before = type(broken)(f"{what}: the channel broke before: {broken.message}", hint=again)
+            before = type(broken)(f"{what}: the channel broke before: {broken.message}", hint=START_AGAIN)
             if isinstance(broken, RankFailed) and isinstance(before, RankFailed):
                 before.is_death = broken.is_death
             raise error if error is not None else before

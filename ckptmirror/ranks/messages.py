@@ -20,7 +20,18 @@ from ckptmirror.core import errors
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError, WaitTimeout
 from ckptmirror.core.rank_names import rank_name
 
-__all__ = ["MAX_VALUE_BYTES", "Answer", "Failure", "Report", "Run", "decide", "failure_of", "pack_value", "refusal"]
+__all__ = [
+    "MAX_VALUE_BYTES",
+    "START_AGAIN",
+    "Answer",
+    "Failure",
+    "Report",
+    "Run",
+    "decide",
+    "failure_of",
+    "pack_value",
+    "refusal",
+]
 
 MAX_VALUE_BYTES = 256 * 1024 * 1024
 _MESSAGE_CHARS = 4000
@@ -138,6 +149,11 @@ def decide(reports: Sequence[Report]) -> Answer:
     return Answer.with_values(reports, range(len(reports)))
 
 
+START_AGAIN = "Start the job again: it continues from its newest save."
+"""What to do when the ranks of a job do not meet again."""
+_IF_SLOW = " If a rank is only slow, raise timeout_s."
+
+
 def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> CkptMirrorError:
     """Return the error that a rank without an error of its own raises on ``answer``.
 
@@ -145,7 +161,7 @@ def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> Ck
     are of one ckptmirror class, its exit code, hint and flags are kept.
     """
     if answer.outcome == "late":
-        return WaitTimeout(f"{what}: {answer.reason}")
+        return WaitTimeout(f"{what}: {answer.reason}", hint=START_AGAIN + _IF_SLOW)
     failures = answer.failures or {}
     if not failures:
         error = RankFailed(f"{what}: {answer.reason}", hint=_MIXED_HINT if answer.outcome == "mixed" else None)

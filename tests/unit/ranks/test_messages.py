@@ -84,7 +84,9 @@ def test_an_exchange_about_something_else_is_a_mix_up_that_names_both() -> None:
 
 
 def test_a_late_answer_is_a_wait_timeout() -> None:
-    assert type(refusal(Answer("late", reason="rank 1 did not come"), "save")) is WaitTimeout
+    error = refusal(Answer("late", reason="rank 1 did not come"), "save")
+    assert type(error) is WaitTimeout
+    assert error.hint.startswith("Start the job again: it continues from its newest save. If a rank is only slow")
 
 
 def test_a_value_that_cannot_be_sent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
