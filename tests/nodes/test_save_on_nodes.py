@@ -205,3 +205,29 @@ def test_only_a_node_that_saves_tensors_says_that_they_have_not_changed(tmp_path
     zero, one = run_ranks(2, save_copies_of_one_model, str(tmp_path))
     assert zero == ["step 3 has exactly the same tensors as the previous save: is the optimizer stepping?"]
     assert one == []
+
+
+def leaves_out(rank: int, base: Path, calls: str, at: int) -> tuple[int, str] | None:
+    """One save of all; then one that the last rank does not call, or calls wrongly; then a snapshot of all."""
+    state, last = built("ddp"), 1
+    manager = CheckpointManager(base / "ab"[rank], kinds=("dcp",), timeout_s=4.0)
+    if (start := manager.resume(state)) is not None:
+        manager.close()
+        return start.step, start.kind
+    manager.save(1, state).wait()
+    for step in (2, 3):
+        train(state, rank, step)
+        if rank != last or calls == "wrongly":
+            with pytest.raises(CkptMirrorError):
+                manager.save(str(step) if rank == last else step, state).wait(timeout_s=60.0)  # type: ignore[arg-type]
+    manager.save_emergency_checkpoint(at, state)
+    with contextlib.suppress(CkptMirrorError):
+        manager.close(timeout_s=1.0)
+    return None
+
+
+@pytest.mark.parametrize(("calls", "at"), [("not", 4), ("not", 3), ("wrongly", 4)])
+def test_a_snapshot_after_a_save_that_one_rank_left_out_is_one(calls: str, at: int, tmp_path: Path) -> None:
+    """The ranks gave it two numbers, and the next start found two halves."""
+    assert run_ranks(2, leaves_out, tmp_path, calls, at) == [None, None]
+    assert run_ranks(2, leaves_out, tmp_path, calls, at) == [(at, "emergency")] * 2

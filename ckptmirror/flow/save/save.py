@@ -105,7 +105,8 @@ class Saver:
         self.attempt = attempt
         self.last_step = -1
         self.before_first: Callable[[TrainState], None] | None = None
-        self._last = (0, 0)  # number and step of the last save: equal on all ranks that called as often
+        self._last = (-2, -1)  # number and step of the last save
+        self._last_begun = self._last  # of the last that all ranks began
         self._ranks = ranks
         self._bus = bus
         self._leader = leader
@@ -136,7 +137,7 @@ class Saver:
     def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
-        request = replace(request, number=self.number_of_snapshot(request.step) + 1)
+        request = replace(request, number=self._number_of_save(request.step))
         # Python raises KeyboardInterrupt at calls: there is none between taking the number and the try.
         self._last, earlier, self._in_flight = (request.number, request.step), self._in_flight, handle
         try:
@@ -249,13 +250,20 @@ class Saver:
             _log.warning("the memory for the first save was not allocated in advance: %s", error)
 
     def number_of_snapshot(self, step: int) -> int:
-        """Return the number of an emergency snapshot, which follows from its step and the last call of ``save`` alone.
+        """Return the number of an emergency snapshot, which follows from its step and the numbers of saves alone.
 
-        So ranks that ask no other give one number to their parts, also where one tries again, or did not take part in
-        an earlier snapshot. The next save's is greater than that of any snapshot before it.
+        Each step from one save to the next adds four to the number. So ranks that ask no other give one number to their
+        parts, whichever save was the last that each of them called, and also where one tries again, or did not take
+        part in an earlier snapshot. Of one step, what came last has the greatest number: a snapshot, a save, and a
+        snapshot after that.
         """
         number, at = self._last
-        return number + 1 + max(0, step - at)
+        return number + 4 * (step - at) - 1 if step > at else number + 1
+
+    def _number_of_save(self, step: int) -> int:
+        """Return the number of a save; of one more at the same step, a greater one."""
+        number, at = self._last
+        return number + 4 * max(1, step - at)
 
     def wait_over(self, timeout_s: float) -> None:
         """Wait until no save is in flight, and raise a failure that no caller has seen."""
@@ -377,25 +385,28 @@ class Saver:
                 free = not free_tag(self.root, request.step, save_id)
         except OSError as error:
             failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
-        plans = self._ranks.exchange(
-            Plan(
-                request.step,
-                request.kinds,
-                request.number,
-                save_id if self._ranks.rank == 0 else "",
-                free,
-                holdings_of(copied),
-                self._said(copied),
-                self._ranks.lost_torch_group,
-            ),
-            what="agree on a save",
-            error=failure,
+        plan = Plan(
+            request.step,
+            request.kinds,
+            request.number,
+            save_id if self._ranks.rank == 0 else "",
+            free,
+            holdings_of(copied),
+            self._said(copied),
+            self._ranks.lost_torch_group,
         )
+        try:
+            plans = self._ranks.exchange(plan, what="agree on a save", error=failure)
+        except BaseException:
+            if self._last == (request.number, request.step):
+                self._last = self._last_begun  # nothing has this number, and another rank may not have called
+            raise
         assert isinstance(copied, Copied)
         number = max(plan.number for plan in plans)
         if number != request.number:
             request = replace(request, number=number)
             self._last = number, request.step
+        self._last_begun = number, request.step
         if any(plan.is_cut for plan in plans):
             exchange_result(self._ranks, self._ranks.renew_torch_group, what="connect the ranks again for a save")
         if self._ranks.is_leader and plans[0].said is not None:
