@@ -100,7 +100,10 @@ def found_no_room(error: BaseException, path: Path) -> bool:
 
 
 def _no_room_to_open(path: Path) -> errors.LocalStorageFull:
-    return errors.LocalStorageFull(f"no space to open {path}: {why_full(path)}")
+    by_hand = "Delete a file of 100 KiB or more on that disk by hand: every verb opens this table. Then see"
+    return errors.LocalStorageFull(
+        f"no space to open {path}: {why_full(path)}", hint=f"{by_hand} `ckptmirror rotate --dry-run`."
+    )
 
 
 def _directory(path: Path) -> errors.LocalStorageUnwritable:
