@@ -223,6 +223,11 @@ class GlooRanks:
 
     def _exchange(self, value: T, what: str, to: Readers | Literal["all"], error: BaseException | None) -> dict[int, T]:
         broken = self._broken
+        if self._closed:
+            raise error or UsageError(
+                f"{what}: the manager of these ranks is closed.",
+                hint="Call it before close(), or create a CheckpointManager again.",
+            )
         if broken is not None:
             before = type(broken)(f"{what}: the channel broke before: {broken.message}", hint=START_AGAIN)
             if isinstance(broken, RankFailed) and isinstance(before, RankFailed):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptmirror import CheckpointManager, stage_checkpoint_step
+from ckptmirror import CheckpointManager, StopRequest, stage_checkpoint_step
 from ckptmirror.core.errors import CkptMirrorError, RankFailed, UsageError
 from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import WAIT_S, Job, built
@@ -95,3 +95,18 @@ def test_kinds_that_differ_between_ranks_are_named_with_what_to_do(tmp_path: Pat
     for message, hint in run_ranks(2, save_kinds, str(tmp_path), limit_s=WAIT_S):
         assert "dcp+model" in message
         assert "the kinds of a save" in hint
+
+
+def asks_to_stop(rank: int, base: str) -> list[tuple[str, str, Any]]:
+    stop = StopRequest()
+    with CheckpointManager(Path(base) / "ab"[rank], timeout_s=WAIT_S) as manager:
+        wrong = outcome(lambda: stop.check(manager))  # type: ignore[arg-type]
+        assert stop.check(manager.ranks) is False
+    return [wrong, outcome(lambda: stop.check(manager.ranks))]
+
+
+def test_a_stop_is_asked_for_with_the_ranks_of_a_manager_that_is_open(tmp_path: Path) -> None:
+    for wrong, late in run_ranks(2, asks_to_stop, str(tmp_path)):
+        assert wrong[0] == late[0] == UsageError.__name__
+        assert "takes the ranks of a manager, not an object of type CheckpointManager" in wrong[1]
+        assert "the manager of these ranks is closed" in late[1]
