@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,7 +209,7 @@ def test_only_a_node_that_saves_tensors_says_that_they_have_not_changed(tmp_path
 
 
 def leaves_out(rank: int, base: Path, calls: str, at: int) -> tuple[int, str] | None:
-    """One save of all; then one that the last rank does not call, or calls wrongly; then a snapshot of all."""
+    """One save of all; then one that the last rank does not call, or that is called wrongly; then a snapshot of all."""
     state, last = built("ddp"), 1
     manager = CheckpointManager(base / "ab"[rank], kinds=("dcp",), timeout_s=4.0)
     if (start := manager.resume(state)) is not None:
@@ -217,16 +218,17 @@ def leaves_out(rank: int, base: Path, calls: str, at: int) -> tuple[int, str] | 
     manager.save(1, state).wait()
     for step in (2, 3):
         train(state, rank, step)
-        if rank != last or calls == "wrongly":
+        given: Any = str(step) if calls == "wrongly" and rank == last else 0 if calls == "all behind" else step
+        if rank != last or calls != "not":
             with pytest.raises(CkptMirrorError):
-                manager.save(str(step) if rank == last else step, state).wait(timeout_s=60.0)  # type: ignore[arg-type]
+                manager.save(given, state).wait(timeout_s=60.0)
     manager.save_emergency_checkpoint(at, state)
     with contextlib.suppress(CkptMirrorError):
         manager.close(timeout_s=1.0)
     return None
 
 
-@pytest.mark.parametrize(("calls", "at"), [("not", 4), ("not", 3), ("wrongly", 4)])
+@pytest.mark.parametrize(("calls", "at"), [("not", 4), ("not", 3), ("wrongly", 4), ("all behind", 4)])
 def test_a_snapshot_after_a_save_that_one_rank_left_out_is_one(calls: str, at: int, tmp_path: Path) -> None:
     """The ranks gave it two numbers, and the next start found two halves."""
     assert run_ranks(2, leaves_out, tmp_path, calls, at) == [None, None]

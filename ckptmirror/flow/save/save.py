@@ -105,8 +105,8 @@ class Saver:
         self.attempt = attempt
         self.last_step = -1
         self.before_first: Callable[[TrainState], None] | None = None
-        self._last = (-2, -1)  # number and step of the last save
-        self._last_begun = self._last  # of the last that all ranks began
+        self._begun = 0  # the number of the last save that all ranks began
+        self._given = 0  # the greatest number of such a save, and of this rank's snapshots
         self._ranks = ranks
         self._bus = bus
         self._leader = leader
@@ -138,8 +138,8 @@ class Saver:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
         request = replace(request, number=self._number_of_save(request.step))
-        # Python raises KeyboardInterrupt at calls: there is none between taking the number and the try.
-        self._last, earlier, self._in_flight = (request.number, request.step), self._in_flight, handle
+        # Python raises KeyboardInterrupt at calls: there is none between this and the try.
+        earlier, self._in_flight = self._in_flight, handle
         try:
             copied = self._prepare(request, state, earlier)
             handle.copied()
@@ -250,20 +250,18 @@ class Saver:
             _log.warning("the memory for the first save was not allocated in advance: %s", error)
 
     def number_of_snapshot(self, step: int) -> int:
-        """Return the number of an emergency snapshot, which follows from its step and the numbers of saves alone.
+        """Return the number of an emergency snapshot, which follows from its step, and only then from saves.
 
-        Each step from one save to the next adds four to the number. So ranks that ask no other give one number to their
-        parts, whichever save was the last that each of them called, and also where one tries again, or did not take
-        part in an earlier snapshot. Of one step, what came last has the greatest number: a snapshot, a save, and a
-        snapshot after that.
+        So ranks that ask no other give one number to their parts, whichever saves each of them called, and also where
+        one tries again. Of one step, what came last has the greatest number: a save, a snapshot, and a save after that.
         """
-        number, at = self._last
-        return number + 4 * (step - at) - 1 if step > at else number + 1
+        number = max(4 * step + 3, self._begun + 1)
+        self._given = max(self._given, number)
+        return number
 
     def _number_of_save(self, step: int) -> int:
-        """Return the number of a save; of one more at the same step, a greater one."""
-        number, at = self._last
-        return number + 4 * max(1, step - at)
+        """Return the number that this rank asks for a save: the ranks take the greatest, once all begin it."""
+        return max(4 * step + 2, self._given + 1)
 
     def wait_over(self, timeout_s: float) -> None:
         """Wait until no save is in flight, and raise a failure that no caller has seen."""
@@ -375,7 +373,7 @@ class Saver:
     def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied, SaveRequest]:
         """Do the first exchange: ranks check that they save the same, and share rank 0's save id and the node's tag.
 
-        The save gets the greatest number of all: on a rank, an earlier call may have failed before it took one.
+        The save gets the greatest number of all.
         """
         save_id = new_id()
         free = True
@@ -395,18 +393,10 @@ class Saver:
             self._said(copied),
             self._ranks.lost_torch_group,
         )
-        try:
-            plans = self._ranks.exchange(plan, what="agree on a save", error=failure)
-        except BaseException:
-            if self._last == (request.number, request.step):
-                self._last = self._last_begun  # nothing has this number, and another rank may not have called
-            raise
+        plans = self._ranks.exchange(plan, what="agree on a save", error=failure)
         assert isinstance(copied, Copied)
-        number = max(plan.number for plan in plans)
-        if number != request.number:
-            request = replace(request, number=number)
-            self._last = number, request.step
-        self._last_begun = number, request.step
+        request = replace(request, number=max(plan.number for plan in plans))
+        self._begun, self._given = request.number, max(self._given, request.number)
         if any(plan.is_cut for plan in plans):
             exchange_result(self._ranks, self._ranks.renew_torch_group, what="connect the ranks again for a save")
         if self._ranks.is_leader and plans[0].said is not None:

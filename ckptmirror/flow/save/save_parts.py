@@ -68,7 +68,7 @@ class SaveRequest:
     kinds: tuple[Kind, ...]
     metrics: Mapping[str, float] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-    number: int = 0  # within the attempt; set by the saver, the same on every rank since all save in the same order
+    number: int = 0  # within the attempt; set by the saver, and the same on every rank once all begin the save
 
 
 def _give_up(error: CkptMirrorError) -> None:
