@@ -340,7 +340,7 @@ class Place:
         while waiting:
             parts = waiting.pop()
             try:
-                with explained(f"file://{self._root.joinpath(*parts)}"), self.parent(parts) as directory:
+                with self.parent(parts) as directory:
                     for entry in os.scandir(directory):
                         beat()
                         if entry.is_dir(follow_symlinks=False):
@@ -350,6 +350,9 @@ class Place:
                             yield "/".join((*parts, entry.name)), found
             except (FileNotFoundError, NotADirectoryError):
                 continue  # removed meanwhile, or never there
+            except PermissionError:
+                with explained(f"file://{self._root.joinpath(*parts)}"):
+                    raise
 
 
 def _read_id(root: int) -> bytes | None:

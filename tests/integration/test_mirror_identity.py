@@ -126,7 +126,7 @@ def test_the_root_of_a_trainer_is_no_mirror_of_another(tmp_path: Path) -> None:
     training_root(tmp_path / "old")
     with pytest.raises(ConfigError, match="is a directory that a trainer saves to") as refused:
         node_of(tmp_path / "new", f"file://{tmp_path}/old")
-    assert f"push --root {tmp_path}/old --mirror URL" in refused.value.hint
+    assert f"push --root {tmp_path}/old --mirror OTHER-URL" in refused.value.hint
 
 
 def test_mirrors_beside_one_another_and_beside_the_root_are_accepted(tmp_path: Path) -> None:

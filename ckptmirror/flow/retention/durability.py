@@ -140,7 +140,7 @@ def open_saves(
     partial = {
         meta.save_id for meta in metas if meta.partial
     }  # they cannot be sent; the mirror they came from has them
-    expected = {one for one in wanted if one not in partial and (one in local or not _is_settled_somewhere(table, one))}
+    expected = {one for one in wanted if one not in partial and (one in local or not _is_settled_on(table, one))}
     found = [
         _open_on(table, save_id, url, url in required and save_id in expected) for save_id in wanted for url in mirrors
     ]
@@ -165,15 +165,13 @@ def only_waiting(records: Iterable[UploadRecord], mirrors: Collection[str]) -> l
 def count_lacking(table: UploadsTable, metas: Iterable[Meta], mirror: str) -> int:
     """Count the saves of this disk that could be on a mirror and are not settled there, with or without records."""
     wanted = [meta for meta in metas if not is_emergency(meta) and not meta.partial]
-    return sum(
-        not any(there.mirror == mirror and _is_settled(there) for there in table.standing(meta.save_id))
-        for meta in wanted
-    )
+    return sum(not _is_settled_on(table, meta.save_id, mirror) for meta in wanted)
 
 
-def _is_settled_somewhere(table: UploadsTable, save_id: str) -> bool:
+def _is_settled_on(table: UploadsTable, save_id: str, mirror: str | None = None) -> bool:
+    """Whether a save needs no more work on a mirror (None: on one at least); not if its row is broken."""
     try:
-        return any(_is_settled(there) for there in table.standing(save_id))
+        return any(_is_settled(there) for there in table.standing(save_id) if mirror in (None, there.mirror))
     except BrokenTable:
         return False
 
