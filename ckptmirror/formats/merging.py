@@ -6,7 +6,7 @@ Rules:
 * A value of extra for which the state has a function in ``merge_extra`` is merged if the number of ranks has changed.
   So is the average of a value that each rank has of its own, by the function that ``per_rank`` has for that.
 * Everything is merged before anything of it is loaded: a load reads one rank's file, with the merged values in it.
-* Files of other ranks are read only when their state is asked for.
+* Files of other ranks are read only when their state is asked for. A function gets a list, as torch's take.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.core.per_rank import function_for, name_of_average, saved_names
 from ckptmirror.formats.base import LoadTarget
 from ckptmirror.formats.rank_files import RankFiles
+from ckptmirror.formats.state_tree import state_of
 
 __all__ = ["merged", "merged_keys", "merges"]
 
@@ -47,9 +48,10 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
     values = target.merged
     tree = source.tree()
 
-    def merge(by: Callable[..., Any], path: TreePath, where: str) -> None:
+    def merge(by: Callable[..., Any], path: TreePath, where: str, *, is_function: bool = False) -> None:
         if path not in values and item_at(tree, path, _ABSENT) is not _ABSENT:
-            values[path] = _merge(by, _RankValues(source, path), target, where)
+            of_ranks = _RankValues(source, path)
+            values[path] = _merge(by, list(of_ranks) if is_function else of_ranks, target, where)
 
     for name in ("dataloader", "extra"):
         part = getattr(target.state, name)
@@ -58,9 +60,13 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
                 merge(leaf.merge_state_dicts, (name, *path), place(part, path, name))
     if "extra" not in target.exclude and source.world_size != target.world_size:
         for key, function in (target.state.merge_extra or {}).items():
-            merge(function, ("extra", key), f"extra.{key}")
-    for place_there, function in _of_averages(source, target):
-        merge(function, ("ema", *place_there), "ema")
+            merge(function, ("extra", key), f"extra.{key}", is_function=True)
+    averages = _of_averages(source, target)
+    live = state_of(target.state.ema, "ema") if averages else None
+    for path, function in averages:
+        where = f"ema.{'.'.join(map(str, path))}"
+        merge(function, ("ema", *path), where, is_function=True)
+        _check_shape(values["ema", *path], item_at(live, path), where)
     return source.replaced(values) if values else source
 
 
@@ -89,6 +95,15 @@ def _merge(by: Callable[..., Any], states: Sequence[Any], target: LoadTarget, wh
             f"The {where} of {len(states)} ranks cannot be merged: {type(error).__name__}: {error}",
             hint=f'Correct it, or load without this part of the state: exclude=("{part}",).',
         ) from error
+
+
+def _check_shape(merged: Any, live: Any, where: str) -> None:
+    """Check that a merged average fits; an object may keep another state than it has here, which it judges itself."""
+    if hasattr(merged, "shape") and hasattr(live, "shape") and merged.shape != live.shape:
+        raise UsageError(
+            f"The {where} was merged (per_rank) to the shape {tuple(merged.shape)}, not to {tuple(live.shape)}.",
+            hint='Correct the function, or load without the averages: exclude=("ema",).',
+        )
 
 
 class _RankValues(Sequence[Any]):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ckptmirror.core import per_rank
-from ckptmirror.core.containers import any_leaf, item_at, leaves, place, placed_leaves
+from ckptmirror.core.containers import TreePath, any_leaf, item_at, leaves, place, placed_leaves
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.names import SaveName
@@ -304,16 +304,25 @@ class _Loader:
             )
 
     def _tell_of_averages_of_others(self) -> None:
-        """Report the averages of what each rank had of its own that are those of another rank, and were not merged."""
-        names = per_rank.saved_names(self.tree)
-        if not names or ("ema" in self.tree and self.source.world_size == self.target.world_size):
+        """Report that averages of what each rank had of its own are those of another rank, or were not merged."""
+        if not (names := per_rank.saved_names(self.tree)):
             return
-        takes_own = self.own and "ema" in self.tree
-        there = placed_leaves(self.tree.get("ema", self._tree(0)["ema"]))
-        places = [path for path, _ in there if ("ema", *path) not in self.target.merged]
-        if found := sorted({name for path in places if (name := per_rank.name_of_average(path, names))}):
-            whose = "its own of then" if takes_own else "those of another rank"
-            self.missing.say(f"ema: each rank of the save had averages of its own of {some(found)}; this takes {whose}")
+        if "ema" not in self.tree:
+            self.missing.say(
+                f"ema: the save has rank 0's alone, and each rank had averages of its own of {some(names)}"
+            )
+        elif self.source.world_size != self.target.world_size:
+            first, *others = [rank for rank in self.source.ranks if "ema" in self._tree(rank)]
+            mine = self._unmerged_averages(first)
+            if any(not same(mine, self._unmerged_averages(rank), shards_alike=True) for rank in others):
+                called = {per_rank.name_of_average(path, names) for path in mine} - {""}
+                what = f"averages of their own of {some(sorted(called))}" if called else "averages of their own"
+                whose = "its own of then" if self.own else f"those of rank {first}"
+                self.missing.say(f"ema: the ranks of the save had {what}, which nothing merges; this one takes {whose}")
+
+    def _unmerged_averages(self, rank: int) -> dict[TreePath, Any]:
+        leaves_there = placed_leaves(self._tree(rank)["ema"])
+        return {path: leaf for path, leaf in leaves_there if ("ema", *path) not in self.target.merged}
 
     def _compare_ranks(self) -> None:
         """Report it if the number of ranks changed and the ranks of the save had different values in extra."""

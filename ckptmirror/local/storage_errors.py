@@ -29,6 +29,7 @@ from ckptmirror.core.errors import (
 
 __all__ = ["disk_error", "explained", "is_there", "permitted", "why_full"]
 
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 _FILE_HINT = "Choose another path, or move that file away."
 _DISK_HEALTH_HINT = "Check the disk's health (the kernel log names the device), then save again; nothing was committed."
 
@@ -71,14 +72,16 @@ def is_there(path: Path) -> bool:
 
     Raises:
         LocalStorageUnwritable: This user may not look.
+        IntegrityError: The device reported an I/O error.
     """
-    with permitted(path):
-        try:
-            path.lstat()
-        except PermissionError:
-            raise
-        except (OSError, ValueError):  # also a name that is too long, or no name at all
+    try:
+        path.lstat()
+    except ValueError:  # it is no name at all
+        return False
+    except OSError as error:
+        if error.errno in _NOT_THERE:
             return False
+        raise disk_error(error, "read", path) from error
     return True
 
 

@@ -211,11 +211,13 @@ def sharded(rank: int, base: str, kinds: tuple[Kind, ...]) -> dict[str, Any]:
 
 def mean(values: list[Any], _rank: int, _world_size: int) -> Any:
     """The mean of those that have one; None if no rank has one."""
+    assert type(values) is list
     known = [value for value in values if value is not None]
     return torch.stack([one.double() for one in known]).mean(0).to(known[0].dtype) if known else None
 
 
 def of_one(values: list[Any], rank: int, _world_size: int) -> Any:
+    assert type(values) is list  # as torch.stack and torch.cat take them
     return values[rank % len(values)]
 
 

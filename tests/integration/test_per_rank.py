@@ -93,7 +93,7 @@ def test_another_number_of_ranks_is_refused_before_anything_changes(job: Job) ->
         assert same(found["before"], found["after"])
         assert found["without"] == 4
         (line,) = [line for line in found["told without"] if line.startswith("ema")]
-        assert "each rank of the save had averages of its own of experts." in line
+        assert "the ranks of the save had averages of their own of experts." in line
 
 
 def test_where_one_name_has_no_function_another_number_of_ranks_is_refused(job: Job) -> None:

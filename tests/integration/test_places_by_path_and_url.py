@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from ckptmirror import (
     resolve_resume_path,
     stage_checkpoint_step,
 )
-from ckptmirror.core.errors import CheckpointNotFound, NoTable, UsageError
+from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, NoTable, UsageError
 from tests.kit.cli import run
 from tests.kit.training import everything, new_state, running, same, saved_run, train
 
@@ -150,3 +152,22 @@ def test_a_copy_of_a_root_has_the_list_of_the_root(tmp_path: Path, url: str) -> 
     run("rewind", "--root", tmp_path / "root", "--step", "1")
     shutil.copytree(tmp_path / "root", tmp_path / "copy")
     assert stage_checkpoint_step(f"file://{tmp_path}/copy", step="latest", dest=tmp_path / "staged").step == 1
+
+
+@pytest.mark.parametrize(("code", "says"), [(errno.EIO, "I/O error"), (errno.ESTALE, "Stale file handle")])
+def test_a_disk_that_does_not_answer_has_not_nothing(
+    code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "root"
+    saved_run(root, (1,))
+    honest = Path.lstat
+
+    def lstat(path: Path) -> os.stat_result:
+        if path == root:
+            raise OSError(code, os.strerror(code), str(path))
+        return honest(path)
+
+    monkeypatch.setattr(Path, "lstat", lstat)
+    for call in (resolve_resume_path, find_local_checkpoint_steps, load_checkpoint, list_checkpoints):
+        with pytest.raises(CkptMirrorError, match=says):
+            call(root)

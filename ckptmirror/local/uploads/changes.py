@@ -168,8 +168,8 @@ def put_back(record: UploadRecord, reason: str, wait_ms: int, clock: LeaseClock)
 
 
 def without_delay(record: UploadRecord) -> UploadRecord:
-    """Still pending, and free to be claimed; what waits for another node waits as if it began to."""
-    tries = 0 if is_behind_text(record.last_error) else record.attempts_made
+    """Still pending, and free to be claimed; what waits for another node waits as if it had asked once."""
+    tries = min(1, record.attempts_made) if is_behind_text(record.last_error) else record.attempts_made
     return replace(record, not_before_boot=None, not_before_ms=None, attempts_made=tries)
 
 
