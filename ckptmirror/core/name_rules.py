@@ -4,7 +4,8 @@ Rules:
 * Names are those of ``model.state_dict()``, without prefixes of wrappers. A pattern is one of ``fnmatch``, where
   ``*`` also matches dots; ``exclude`` has it after ``model.``.
 * Renaming comes first, then matching, then what is left out: patterns of ``exclude`` are over the model's names.
-* A pattern that matches nothing is a mistake, and is refused with the names closest to it.
+* A pattern that matches nothing is a mistake, and is refused with the names closest to it. One of ``rename`` may also
+  match by its new names: a command that renames what it loads saves them, and starts again.
 """
 
 from __future__ import annotations
@@ -131,12 +132,14 @@ class NameRules:
     def check_renames(self, saved: Collection[str]) -> None:
         """Check that each pattern of ``rename`` fits a name of a save, given all of them, also those of other ranks.
 
+        One whose new names are there instead fits, too: the same command has saved since.
+
         Raises:
             UsageError: One fits none.
         """
-        self._check_used(
-            "rename", "", self.rename if isinstance(self.rename, Mapping) else (), saved, "the save has no"
-        )
+        renamed = self.rename if isinstance(self.rename, Mapping) else {}
+        open_ones = [old for old, new in renamed.items() if not any(fnmatchcase(name, new) for name in saved)]
+        self._check_used("rename", "", open_ones, saved, "the save has no")
 
     def _check_used(self, what: str, prefix: str, patterns: Iterable[str], names: Collection[str], has: str) -> None:
         for pattern in patterns:

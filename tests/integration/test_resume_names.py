@@ -86,6 +86,21 @@ def test_new_names_are_those_of_the_model_and_of_its_moments(tmp_path: Path, kin
     assert same(of(state, "trunk.0.weight"), of(was, "body.0.weight"))
 
 
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_a_command_that_renames_what_it_loads_starts_again_from_its_own_save(tmp_path: Path, kind: str) -> None:
+    saved(tmp_path, kind)
+    rename = {"body.*": "trunk.*", "head.*": "out.*"}
+    for began, saves in ((1, 2), (2, 3)):
+        state = state_of("trunk", "out")
+        with running(tmp_path, kinds=(kind,)) as manager:
+            start = manager.resume(state, rename=rename)
+            assert start is not None
+            assert start.step == began
+            manager.save(saves, state).wait()
+    with running(tmp_path, kinds=(kind,)) as manager, pytest.raises(UsageError, match="rename holds 'bodi"):
+        manager.resume(state_of("trunk", "out"), rename={"bodi.*": "trnk.*"})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_on_one_side_alone_is_skipped_if_the_load_is_not_strict(tmp_path: Path, kind: str) -> None:
     was = saved(tmp_path, kind)

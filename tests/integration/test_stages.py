@@ -137,7 +137,7 @@ def rename_what_is_not_there(rank: int, base: Path, kind: str) -> list[str]:
         else:
             manager.save_emergency_checkpoint(1, state)
         return [
-            outcome(lambda: manager.resume(state, rename={"layrs.*": "layers.*"}, strict=strict))[1]  # noqa: B023
+            outcome(lambda: manager.resume(state, rename={"layrs.*": "bloks.*"}, strict=strict))[1]  # noqa: B023
             for strict in (True, False)
         ]
 
