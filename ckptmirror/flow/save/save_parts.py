@@ -144,8 +144,8 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stag
             raise RankFailed(
                 f"Rank {other} saves step {theirs.step} {theirs.kinds}, while rank {rank} saves step {ours.step} "
                 f"{ours.kinds}.",
-                hint="Call save() with the same step and kinds on every rank. If a rank has left out a save, the ranks stay "
-                "apart, and no later one succeeds: start the job again.",
+                hint="Call save() with the same step and kinds on every rank. If a rank has left out a save, the ranks "
+                "stay apart, and no later one succeeds: start the job again.",
             )
     if _differ([plan.holds.parameters for plan in plans], stages):
         raise UsageError(
