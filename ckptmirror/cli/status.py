@@ -210,7 +210,7 @@ def _trainer(status: Status) -> str:
         what = "died while running"
     elif what == "incomplete":
         what = "ended with uploads pending"
-    where = f" on {host}" if host is not None and status.trainer_alive is None else ""
+    where = f" on {host}, as it last said" if host is not None and status.trainer_alive is None else ""
     at_utc = str(facts.get("at_utc"))
     when = age_text(at_utc) if is_for_people() else at_utc
     return f"trainer: {what} (pid {facts.get('pid')}{where}, {when})"

@@ -48,10 +48,10 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
     values = target.merged
     tree = source.tree()
 
-    def merge(by: Callable[..., Any], path: TreePath, where: str, *, is_function: bool = False) -> None:
+    def merge(by: Callable[..., Any], path: TreePath, where: str, ranks: Sequence[int] | None = None) -> None:
         if path not in values and item_at(tree, path, _ABSENT) is not _ABSENT:
-            of_ranks = _RankValues(source, path)
-            values[path] = _merge(by, list(of_ranks) if is_function else of_ranks, target, where)
+            of_ranks = _RankValues(source, path, source.ranks if ranks is None else ranks)
+            values[path] = _merge(by, of_ranks if ranks is None else list(of_ranks), target, where)
 
     for name in ("dataloader", "extra"):
         part = getattr(target.state, name)
@@ -60,27 +60,29 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
                 merge(leaf.merge_state_dicts, (name, *path), place(part, path, name))
     if "extra" not in target.exclude and source.world_size != target.world_size:
         for key, function in (target.state.merge_extra or {}).items():
-            merge(function, ("extra", key), f"extra.{key}", is_function=True)
+            merge(function, ("extra", key), f"extra.{key}", source.ranks)
     averages = _of_averages(source, target)
     live = state_of(target.state.ema, "ema") if averages else None
-    for path, function in averages:
+    for path, function, ranks in averages:
         where = f"ema.{'.'.join(map(str, path))}"
-        merge(function, ("ema", *path), where, is_function=True)
+        merge(function, ("ema", *path), where, ranks)
         _check_shape(values["ema", *path], item_at(live, path), where)
     return source.replaced(values) if values else source
 
 
-def _of_averages(source: RankFiles, target: LoadTarget) -> list[tuple[TreePath, Callable[..., Any]]]:
-    """Return the places of the averages of what each rank had of its own, with what merges them as it merges that."""
+def _of_averages(source: RankFiles, target: LoadTarget) -> list[tuple[TreePath, Callable[..., Any], list[int]]]:
+    """Return the places of the averages of what ranks had of their own, what merges that, and the ranks that had it."""
     names = saved_names(source.tree()) if source.world_size != target.world_size else frozenset()
     if not names or target.state.ema is None or "ema" in target.exclude:
         return []
     if not all("ema" in source.tree(rank) for rank in source.ranks):
         return []  # an earlier version saved those of rank 0 alone
+    of_ranks = {rank: saved_names(source.tree(rank)) for rank in source.ranks}  # a stage has names of its own
     found = []
     for path, _ in placed_leaves(source.tree()["ema"]):
-        function = function_for(target.state.per_rank, name_of_average(path, names))
-        found += [(path, function)] if function is not None else []
+        name = name_of_average(path, names)
+        if (function := function_for(target.state.per_rank, name)) is not None:
+            found.append((path, function, [rank for rank in source.ranks if name in of_ranks[rank]]))
     return found
 
 
@@ -107,14 +109,15 @@ def _check_shape(merged: Any, live: Any, where: str) -> None:
 
 
 class _RankValues(Sequence[Any]):
-    """The values that the ranks of a save have at one place, by rank."""
+    """The values that ranks of a save have at one place, by rank."""
 
-    def __init__(self, source: RankFiles, path: TreePath) -> None:
+    def __init__(self, source: RankFiles, path: TreePath, ranks: Sequence[int]) -> None:
         self._source = source
         self._path = path
+        self._ranks = ranks
 
     def __len__(self) -> int:
-        return len(self._source.ranks)
+        return len(self._ranks)
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -123,7 +126,7 @@ class _RankValues(Sequence[Any]):
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
-        return self._source.of(self._source.ranks[index]).full_value(self._path)
+        return self._source.of(self._ranks[index]).full_value(self._path)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
