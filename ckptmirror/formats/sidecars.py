@@ -312,16 +312,17 @@ class _Loader:
                 f"ema: the save has rank 0's alone, and each rank had averages of its own of {some(names)}"
             )
         elif self.source.world_size != self.target.world_size:
-            first, *others = [rank for rank in self.source.ranks if "ema" in self._tree(rank)]
-            mine = self._unmerged_averages(first)
-            if any(not same(mine, self._unmerged_averages(rank), shards_alike=True) for rank in others):
+            mine = self._unmerged_averages(self.tree)
+            others = [self._unmerged_averages(self._tree(rank)) for rank in self.source.ranks]
+            pairs = [(mine[path], leaf) for one in others for path, leaf in one.items() if path in mine]  # of its stage
+            if any(not same(one, other, shards_alike=True) for one, other in pairs):
                 called = {per_rank.name_of_average(path, names) for path in mine} - {""}
                 what = f"averages of their own of {some(sorted(called))}" if called else "averages of their own"
-                whose = "its own of then" if self.own else f"those of rank {first}"
+                whose = "its own of then" if self.own else "those of another rank"
                 self.missing.say(f"ema: the ranks of the save had {what}, which nothing merges; this one takes {whose}")
 
-    def _unmerged_averages(self, rank: int) -> dict[TreePath, Any]:
-        leaves_there = placed_leaves(self._tree(rank)["ema"])
+    def _unmerged_averages(self, tree: Mapping[str, Any]) -> dict[TreePath, Any]:
+        leaves_there = placed_leaves(tree.get("ema"))
         return {path: leaf for path, leaf in leaves_there if ("ema", *path) not in self.target.merged}
 
     def _compare_ranks(self) -> None:
