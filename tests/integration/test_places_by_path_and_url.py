@@ -33,6 +33,15 @@ def url(tmp_path: Path) -> str:
     return f"file://{tmp_path}/nfs/run"
 
 
+def save_step_2_twice(folder: Path, url: str) -> None:
+    """Two starts, the second on another disk: the mirror has the current save of step 2 under names with its id."""
+    saved_run(folder / "first", (1, 2), url)
+    with running(folder / "second", url) as manager:
+        manager.resume(state := new_state(), policy=1)
+        train(state, 1)
+        manager.save(2, state).wait("mirrored")
+
+
 @pytest.mark.parametrize("spelled", [str, lambda path: f"file://{path}"], ids=["path", "url"])
 @pytest.mark.parametrize("place", ["root", "nfs/run"])
 def test_what_a_rewind_left_behind_is_nowhere_the_newest(
@@ -67,11 +76,7 @@ def test_the_steps_of_a_mirror_are_those_of_its_own_list(tmp_path: Path, url: st
 
 def test_what_a_listing_names_is_the_save_that_it_lists(tmp_path: Path, url: str) -> None:
     """It named the superseded save of a step for the current one, and what was loaded by that name had its values."""
-    saved_run(tmp_path / "first", (1, 2), url)
-    with running(tmp_path / "second", url) as manager:
-        manager.resume(state := new_state(), policy=1)
-        train(state, 1)
-        manager.save(2, state).wait("mirrored")
+    save_step_2_twice(tmp_path, url)
     for place in (url, str(tmp_path / "nfs/run")):
         lines = list_checkpoints(place)
         assert [(line.step, line.standing) for line in lines] == [(1, "current"), (2, "superseded"), (2, "current")]
@@ -83,11 +88,7 @@ def test_what_a_listing_names_is_the_save_that_it_lists(tmp_path: Path, url: str
 
 def test_verify_takes_the_directory_of_a_mirror_as_a_root_for_the_mirror_that_it_is(tmp_path: Path, url: str) -> None:
     """It called the meta of a current save damaged, and the command that it named deleted it."""
-    saved_run(tmp_path / "first", (1, 2), url)
-    with running(tmp_path / "second", url) as manager:
-        manager.resume(state := new_state(), policy=1)
-        train(state, 1)
-        manager.save(2, state).wait("mirrored")
+    save_step_2_twice(tmp_path, url)
     for given in (["--root", str(tmp_path / "nfs/run")], ["--mirror", url], [str(tmp_path / "nfs/run")]):
         ended = run("verify", *given)
         assert ended.returncode == 0
@@ -135,11 +136,7 @@ def test_a_reference_of_a_kind_that_there_is_not_is_a_mistake(tmp_path: Path) ->
 
 
 def test_the_objects_of_a_mirror_may_have_other_names_than_the_files_of_their_save(tmp_path: Path, url: str) -> None:
-    saved_run(tmp_path / "first", (1, 2), url)
-    with running(tmp_path / "second", url) as manager:
-        manager.resume(state := new_state(), policy=1)
-        train(state, 1)
-        manager.save(2, state).wait("mirrored")
+    save_step_2_twice(tmp_path, url)
     mirror = tmp_path / "nfs" / "run"
     (tagged,) = mirror.glob("dcp_000002-*")
     for name in ("", f"/{tagged.name}"):

@@ -218,7 +218,7 @@ def leaves_out(rank: int, base: Path, calls: str, at: int) -> tuple[int, str] | 
     manager.save(1, state).wait()
     for step in (2, 3):
         train(state, rank, step)
-        given: Any = str(step) if calls == "wrongly" and rank == last else 0 if calls == "all behind" else step
+        given: Any = str(step) if rank == last else step
         if rank != last or calls != "not":
             with pytest.raises(CkptMirrorError):
                 manager.save(given, state).wait(timeout_s=60.0)
@@ -228,7 +228,7 @@ def leaves_out(rank: int, base: Path, calls: str, at: int) -> tuple[int, str] | 
     return None
 
 
-@pytest.mark.parametrize(("calls", "at"), [("not", 4), ("not", 3), ("wrongly", 4), ("all behind", 4)])
+@pytest.mark.parametrize(("calls", "at"), [("not", 3), ("wrongly", 4)])
 def test_a_snapshot_after_a_save_that_one_rank_left_out_is_one(calls: str, at: int, tmp_path: Path) -> None:
     """The ranks gave it two numbers, and the next start found two halves."""
     assert run_ranks(2, leaves_out, tmp_path, calls, at) == [None, None]
