@@ -412,8 +412,8 @@ def _leaves(rank: int) -> Any:
 def test_close_needs_no_other_rank_and_no_barrier() -> None:
     for _ in range(2):
         for kind, message in run_ranks(3, _leaves):
-            assert kind == RankFailed.__name__
-            assert "closed" in message
+            assert kind == UsageError.__name__
+            assert "after the end: the manager of these ranks is closed" in message
 
 
 def _within_a_group(rank: int, names_groups: bool) -> Any:
