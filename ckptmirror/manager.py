@@ -433,7 +433,7 @@ class CheckpointManager:
             state,
             run_id=saver.run_id,
             attempt=saver.attempt,
-            number=saver.number_of_snapshot(step),
+            number=saver.take_number_of_snapshot(step),
             step=step,
             ranks=self.ranks,
             bus=self.events,

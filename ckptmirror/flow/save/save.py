@@ -35,6 +35,7 @@ from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageFull, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.replica_agreement import digests_of
+from ckptmirror.core.save_numbers import number_of_save, number_of_snapshot
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
@@ -137,7 +138,7 @@ class Saver:
     def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
-        request = replace(request, number=self._number_of_save(request.step))
+        request = replace(request, number=number_of_save(request.step, self._given))
         # Python raises KeyboardInterrupt at calls: there is none between this and the try.
         earlier, self._in_flight = self._in_flight, handle
         try:
@@ -249,19 +250,11 @@ class Saver:
         except CkptMirrorError as error:
             _log.warning("the memory for the first save was not allocated in advance: %s", error)
 
-    def number_of_snapshot(self, step: int) -> int:
-        """Return the number of an emergency snapshot, which follows from its step, and only then from saves.
-
-        So ranks that ask no other give one number to their parts, whichever saves each of them called, and also where
-        one tries again. Of one step, what came last has the greatest number: a save, a snapshot, and a save after that.
-        """
-        number = max(4 * step + 3, self._begun + 1)
+    def take_number_of_snapshot(self, step: int) -> int:
+        """Return the number of an emergency snapshot; the saves after it get greater ones."""
+        number = number_of_snapshot(step, self._begun)
         self._given = max(self._given, number)
         return number
-
-    def _number_of_save(self, step: int) -> int:
-        """Return the number that this rank asks for a save: the ranks take the greatest, once all begin it."""
-        return max(4 * step + 2, self._given + 1)
 
     def wait_over(self, timeout_s: float) -> None:
         """Wait until no save is in flight, and raise a failure that no caller has seen."""
