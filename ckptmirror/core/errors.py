@@ -67,6 +67,7 @@ class CkptMirrorError(Exception):
     exit_code: ClassVar[int] = 1
     temporary: ClassVar[bool] = False
     lacks_room: ClassVar[bool] = False
+    is_seen: ClassVar[bool] = False  # whether a caller has this error, on this rank or another
     hint: str = "Run the same command again with --verbose and report what it prints."
     says_who: bool = False
 
@@ -331,6 +332,7 @@ class RankFailed(CkptMirrorError):
 class BackgroundSaveFailed(CkptMirrorError):
     """An earlier save failed in the background."""
 
+    is_seen = True
     hint = "The training state is intact: fix the cause and save again."
 
 

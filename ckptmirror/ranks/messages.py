@@ -179,7 +179,8 @@ def refusal(answer: Answer, what: str, nodes_of_ranks: Sequence[int] = ()) -> Ck
     error.is_death = any(own is None for name, own in kinds.items() if name not in _STOPS)
     kind = next(iter(kinds.values())) if len(kinds) == 1 else None
     if kind is not None:
-        vars(error).update(exit_code=kind.exit_code, temporary=kind.temporary, lacks_room=kind.lacks_room)
+        flags = ("exit_code", "temporary", "lacks_room", "is_seen")
+        vars(error).update({flag: getattr(kind, flag) for flag in flags})
         error.hint = next(iter(failures.values())).hint or kind.hint
     return error
 

@@ -4,8 +4,10 @@ Rules:
 * A save passes ``copied``, ``committed``, ``mirrored`` in that order, or fails. A handle belongs to one save id for
   good.
 * Every wait has a limit.
-* If the caller did not wait for a save that failed, the next ``save`` raises the error. A save that finds the disk full
-  does not stop the training: it is skipped, and the error is raised at the end (:func:`raise_skipped`).
+* If the caller did not wait for a save that failed, the next ``save`` raises the error, and so fails on the others.
+  They do not raise that once more: ranks whose callers go on after an error would do so in turn, for ever.
+* A save that finds the disk full does not stop the training: it is skipped, and the error is raised at the end
+  (:func:`raise_skipped`).
 """
 
 from __future__ import annotations

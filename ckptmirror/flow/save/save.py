@@ -9,6 +9,7 @@ Rules:
   others take back their parts. A rank that failed takes part with its error, so all ranks fail together.
 * The same applies to a rank on which ``save`` itself raises: every call takes a number and an exchange, so the next
   save works. If the capture has collectives (gathering a sharded model), all ranks agree before those as well.
+* If a rank left out a call, the others' calls meet its next ones. Once that is certain, it waits for theirs.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. Only if
   a rank is gone, or silent, in the exchange after the commit, what was committed stays, since the rest may be there
   too; the next start decides.
@@ -40,6 +41,7 @@ from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
+    NOT_CALLED,
     TABLE_BROKE,
     Copied,
     LeaderSide,
@@ -53,6 +55,7 @@ from ckptmirror.flow.save.save_parts import (
     agreed_context,
     holdings_of,
     import_formats,
+    left_out_the_call_before,
     reserve_for,
     write_files,
 )
@@ -108,6 +111,7 @@ class Saver:
         self.before_first: Callable[[TrainState], None] | None = None
         self._begun = 0  # the number of the last save that all ranks began
         self._given = 0  # the greatest number of such a save, and of this rank's snapshots
+        self._called = NOT_CALLED  # the step of the last call of save()
         self._ranks = ranks
         self._bus = bus
         self._leader = leader
@@ -138,7 +142,8 @@ class Saver:
     def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
-        request = replace(request, number=number_of_save(request.step, self._given))
+        request = replace(request, number=number_of_save(request.step, self._given), previous=self._called)
+        self._called = request.step
         # Python raises KeyboardInterrupt at calls: there is none between this and the try.
         earlier, self._in_flight = self._in_flight, handle
         try:
@@ -358,6 +363,8 @@ class Saver:
             if is_skipped and self._leader is not None:
                 self._leader.on_skipped(request.step, str(error))
         finally:
+            if isinstance(error, CkptMirrorError) and error.is_seen:
+                handle.observed()
             if is_skipped:  # a new error: the frames of this one hold the host copy, and skipped saves are kept
                 error = LocalStorageFull(str(error), hint=getattr(error, "hint", None))
                 self._skipped.append(handle)
@@ -380,6 +387,7 @@ class Saver:
             request.step,
             request.kinds,
             request.number,
+            request.previous,
             save_id if self._ranks.rank == 0 else "",
             free,
             holdings_of(copied),
@@ -387,6 +395,8 @@ class Saver:
             self._ranks.lost_torch_group,
         )
         plans = self._ranks.exchange(plan, what="agree on a save", error=failure)
+        if left_out_the_call_before(plan, plans):
+            plans = self._ranks.exchange(plan, what="agree on a save")
         assert isinstance(copied, Copied)
         request = replace(request, number=max(plan.number for plan in plans))
         self._begun, self._given = request.number, max(self._given, request.number)
