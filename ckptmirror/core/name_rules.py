@@ -4,15 +4,17 @@ Rules:
 * Names are those of ``model.state_dict()``, without prefixes of wrappers. A pattern is one of ``fnmatch``, where
   ``*`` also matches dots; ``exclude`` has it after ``model.``.
 * Renaming comes first, then matching, then what is left out: patterns of ``exclude`` are over the model's names.
-* A pattern that matches nothing is a mistake, and is refused with the names closest to it. One of ``rename`` may also
-  match by its new names: a command that renames what it loads saves them, and starts again.
+* A pattern that matches nothing is a mistake, and is refused with the names closest to it.
+* A command that renames what it loads starts again from saves of its own, which have the new names. There it renames
+  nothing (:meth:`NameRules.for_same_model`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -80,7 +82,7 @@ class NameRules:
             match: Returns the live name for each saved one, or the saved one itself.
 
         Raises:
-            UsageError: A name is missing or unexpected, a pattern matches nothing, or two names become one.
+            UsageError: A name is missing or unexpected, none is on both sides, a pattern fits none, or two are one.
         """
         new = {name: self.renamed(name) for name in saved}
         first: dict[str, str] = {}
@@ -102,6 +104,12 @@ class NameRules:
                 + (f" Missing in the checkpoint: {_some(missing)}." if missing else "")
                 + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
                 hint="Build the model with the configuration that the meta names (its `training_config`).",
+            )
+        if missing and not elsewhere and not any(name in by_live for name in live):
+            raise UsageError(
+                f"No tensor of the save is one of the model's: the save has {_some(list(first))}, and the model "
+                f"{_some(missing)}.",
+                hint='Say with rename={...} what they are called in the model, or leave it out: exclude=("model",).',
             )
         lines = (
             (f"model: {_some(left)}: left out (exclude), as they are" if (left := self._left(live)) else ""),
@@ -132,14 +140,36 @@ class NameRules:
     def check_renames(self, saved: Collection[str]) -> None:
         """Check that each pattern of ``rename`` fits a name of a save, given all of them, also those of other ranks.
 
-        One whose new names are there instead fits, too: the same command has saved since.
-
         Raises:
             UsageError: One fits none.
         """
-        renamed = self.rename if isinstance(self.rename, Mapping) else {}
-        open_ones = [old for old, new in renamed.items() if not any(fnmatchcase(name, new) for name in saved)]
-        self._check_used("rename", "", open_ones, saved, "the save has no")
+        self._check_used(
+            "rename", "", self.rename if isinstance(self.rename, Mapping) else (), saved, "the save has no"
+        )
+
+    def for_same_model(self, names: Collection[str]) -> NameRules:
+        """Return the rules for a start from a save that has just the model's names, shapes and dtypes.
+
+        Args:
+            names: The names.
+
+        Raises:
+            UsageError: ``rename`` only exchanges these names: whether it has been done cannot be seen.
+        """
+        new: set[str] = set()
+        is_same = True
+        with suppress(UsageError):  # the function knows only the old names
+            for name in names:
+                new.add(there := self.renamed(name))
+                is_same = is_same and there == name
+        if not is_same and new == set(names):
+            raise UsageError(
+                "rename exchanges names that the model and the save both have: whether that was done before the save "
+                "cannot be seen.",
+                hint="Start without rename; or load an earlier save under the new names, once: "
+                "manager.load(state, <save>, rename=...).",
+            )
+        return replace(self, rename={})
 
     def _check_used(self, what: str, prefix: str, patterns: Iterable[str], names: Collection[str], has: str) -> None:
         for pattern in patterns:

@@ -327,13 +327,16 @@ def saved_names(extra: Any) -> frozenset[str]:
     return own.names if own is not None else frozenset()
 
 
-def name_of_average(place: Sequence[Any], names: Collection[str]) -> str:
+def name_of_average(place: Sequence[Any], names: Collection[str], of_all: Collection[str]) -> str:
     """Return which of ``names`` a value at a place in a state of averages is the average of; "" if of none.
 
     It has that name there, or one that ends with it: ``AveragedModel`` has ``module.`` before the names of the model.
+    ``of_all`` has what all ranks share, too, whose names may end with one of ``names``.
     """
     parts = ".".join(map(str, place)).split(".")
-    return next((name for start in range(len(parts)) if (name := ".".join(parts[start:])) in names), "")
+    ends = (".".join(parts[start:]) for start in range(len(parts)))
+    found = next((name for name in ends if name in names or name in of_all), "")
+    return found if found in names else ""
 
 
 def function_for(declared: PerRank, name: str) -> Merge | None:

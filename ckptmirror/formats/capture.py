@@ -183,8 +183,8 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
         None,
         extra,
         sharded or has_shards(extra),
-        architecture=_hash_of_shapes(model),
-        parameters=_hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
+        architecture=hash_of_shapes(model),
+        parameters=hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
         optimizer_holds=_hash_of_holdings(whole["state"]) if whole is not None and not sharded else "",
     )
 
@@ -211,7 +211,8 @@ def walk_tensors(tree: Any) -> list[tuple[str, Any]]:
     return [(".".join(map(str, path)), leaf) for path, leaf in placed_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _hash_of_shapes(model: Mapping[str, Any]) -> str:
+def hash_of_shapes(model: Mapping[str, Any]) -> str:
+    """Return a hash of the names, shapes and dtypes of the tensors among these values of a model."""
     lines = sorted(f"{name} {tuple(v.shape)} {v.dtype}" for name, v in model.items() if isinstance(v, torch.Tensor))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

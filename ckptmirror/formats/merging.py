@@ -18,6 +18,7 @@ from ckptmirror.core.containers import TreePath, has, item_at, place, placed_lea
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.core.per_rank import function_for, name_of_average, saved_names
 from ckptmirror.formats.base import LoadTarget
+from ckptmirror.formats.names import live_values
 from ckptmirror.formats.rank_files import RankFiles
 from ckptmirror.formats.state_tree import state_of
 
@@ -78,10 +79,11 @@ def _of_averages(source: RankFiles, target: LoadTarget) -> list[tuple[TreePath, 
     if not all("ema" in source.tree(rank) for rank in source.ranks):
         return []  # an earlier version saved those of rank 0 alone
     of_ranks = {rank: saved_names(source.tree(rank)) for rank in source.ranks}  # a stage has names of its own
+    of_all = live_values(target.state.model)
     found = []
     for path, _ in placed_leaves(source.tree()["ema"]):
-        name = name_of_average(path, names)
-        if (function := function_for(target.state.per_rank, name)) is not None:
+        name = name_of_average(path, names, of_all)
+        if name and (function := function_for(target.state.per_rank, name)) is not None:
             found.append((path, function, [rank for rank in source.ranks if name in of_ranks[rank]]))
     return found
 

@@ -34,7 +34,7 @@ from ckptmirror.formats.capture import HAS_OPTIMIZER, walk_tensors
 from ckptmirror.formats.extra_aliases import KEY as ALIASES
 from ckptmirror.formats.live_sums import fingerprints_of
 from ckptmirror.formats.merging import merged, merged_keys, merges
-from ckptmirror.formats.names import some
+from ckptmirror.formats.names import live_values, some
 from ckptmirror.formats.optimizer_state import optimizers_of
 from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.restore import Restorer
@@ -316,7 +316,8 @@ class _Loader:
             others = [self._unmerged_averages(self._tree(rank)) for rank in self.source.ranks]
             pairs = [(mine[path], leaf) for one in others for path, leaf in one.items() if path in mine]  # of its stage
             if any(not same(one, other, shards_alike=True) for one, other in pairs):
-                called = {per_rank.name_of_average(path, names) for path in mine} - {""}
+                of_all = live_values(self.state.model)
+                called = {per_rank.name_of_average(path, names, of_all) for path in mine} - {""}
                 what = f"averages of their own of {some(sorted(called))}" if called else "averages of their own"
                 whose = "its own of then" if self.own else "those of another rank"
                 self.missing.say(f"ema: the ranks of the save had {what}, which nothing merges; this one takes {whose}")

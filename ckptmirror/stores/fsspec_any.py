@@ -43,6 +43,7 @@ from ckptmirror.local.checksums import crc32c
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
 from ckptmirror.stores.fsspec_find import find
 from ckptmirror.stores.locations import BucketLocation, is_object_name, parse_location
+from ckptmirror.stores.own_random import draw_apart
 
 __all__ = ["SCHEMES", "FsspecStore", "normalise", "open"]
 
@@ -296,6 +297,7 @@ class FsspecStore(Store):
                 kept.fs = kind(skip_instance_cache=True, **{**of_url, **options})
             except ImportError as error:
                 raise _lacks_package(protocol, error) from error
+            draw_apart()
             kept.process = os.getpid()
         return kept.fs
 

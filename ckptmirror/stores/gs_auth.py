@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 from ckptmirror.core.errors import ConfigError, NotAuthorised, StoreTemporary
 from ckptmirror.stores.gs_endpoint import CONNECTION_ERRORS, Endpoint, Limits, answer_on
+from ckptmirror.stores.own_random import draw_apart
 
 __all__ = ["CREDENTIALS_VARIABLE", "Anonymous", "GoogleTokens", "credentials_for_client", "token_errors", "tokens_for"]
 
@@ -169,6 +170,7 @@ def _default_credentials() -> Any:
     if named or os.path.isfile(path):  # noqa: PTH113 - Path's raises where the home may not be searched
         return _credentials_of(path, f"{_FILE_VARIABLE} names" if named else "The login is in")
     credentials, _ = google.auth.default(scopes=[_SCOPE], request=_request_token)
+    draw_apart()
     return credentials
 
 
@@ -192,6 +194,7 @@ def _credentials_of(path: Path, where: str) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # it warns about files from untrusted sources
             load: Any = google.auth.load_credentials_from_dict
             found, _ = load(info, request=_request_token)
+        draw_apart()
         with_scopes: Any = with_scopes_if_required
         return with_scopes(found, [_SCOPE])  # a user's login keeps its own scopes
     except OSError as error:

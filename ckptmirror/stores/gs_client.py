@@ -22,6 +22,7 @@ from typing import Any
 from ckptmirror.core.errors import CkptMirrorError, ObjectNotFound, StoreTemporary
 from ckptmirror.stores.gs_auth import credentials_for_client, token_errors
 from ckptmirror.stores.gs_http import Transport, error_for, retry_after_s, said
+from ckptmirror.stores.own_random import draw_apart
 
 __all__ = ["Changes", "crc32c_text"]
 
@@ -115,6 +116,7 @@ class Changes:
                 client_options={"api_endpoint": self._transport.endpoint.url},
             )
         send_through(self._transport, client._http)
+        draw_apart()
         return client
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from ckptmirror.core.errors import (
     BrokenMeta,
@@ -85,6 +88,22 @@ def test_a_place_that_has_an_identity_is_not_taken_for_another(opener: Opener) -
     with pytest.raises(StoreTemporary, match="another mirror"):
         store.identity("0" * 32)
     store.write("x", b"", if_generation=0)  # it is still the one that it was
+
+
+def test_no_store_draws_from_the_generators_of_the_training(store: Store) -> None:
+    """google-cloud-storage draws a number for each small upload, from whatever it finds as ``random``."""
+
+    def drawn() -> tuple[object, ...]:
+        return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()
+
+    before = drawn()
+    written = store.write("a", b"1", if_generation=0)
+    store.write("a", b"2", if_generation=written.generation)
+    store.upload(upload_of("b", pattern_bytes(300_000)))
+    assert [info.name for info in store.list()] == ["a", "b"]
+    store.read("a", limit_bytes=10)
+    store.delete("b", generation=_stat(store, "b").generation)
+    assert drawn() == before
 
 
 def test_a_free_name_is_none_to_stat_and_not_found_to_read(store: Store) -> None:

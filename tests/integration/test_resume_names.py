@@ -86,19 +86,51 @@ def test_new_names_are_those_of_the_model_and_of_its_moments(tmp_path: Path, kin
     assert same(of(state, "trunk.0.weight"), of(was, "body.0.weight"))
 
 
-@pytest.mark.parametrize("kind", ["dcp", "model"])
-def test_a_command_that_renames_what_it_loads_starts_again_from_its_own_save(tmp_path: Path, kind: str) -> None:
-    saved(tmp_path, kind)
-    rename = {"body.*": "trunk.*", "head.*": "out.*"}
-    for began, saves in ((1, 2), (2, 3)):
-        state = state_of("trunk", "out")
-        with running(tmp_path, kinds=(kind,)) as manager:
-            start = manager.resume(state, rename=rename)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("body", "rename"),
+    [
+        ("trunk", {"body.*": "trunk.*"}),
+        ("somebody", {"body*": "somebody*"}),
+        ("bodybody", {"body*": "bodybody*"}),
+        ("bodybody", lambda name: name.replace("body", "bodybody")),
+    ],
+)
+def test_a_command_that_renames_what_it_loads_starts_again_from_its_own_save(
+    tmp_path: Path, kind: str, body: str, rename: Any
+) -> None:
+    was = saved(tmp_path, kind)
+    for began in (1, 2, 3):
+        state = state_of(body)
+        with running(tmp_path, kinds=("dcp", "model")) as manager:
+            start = manager.resume(state, rename=rename, strict=False)
             assert start is not None
-            assert start.step == began
-            manager.save(saves, state).wait()
-    with running(tmp_path, kinds=(kind,)) as manager, pytest.raises(UsageError, match="rename holds 'bodi"):
-        manager.resume(state_of("trunk", "out"), rename={"bodi.*": "trnk.*"})
+            assert (start.step, start.missing) == (began, ())
+            assert same(list(state.model.state_dict().values()), list(was.model.state_dict().values()))
+            assert same(of(state, f"{body}.0.weight"), of(was, "body.0.weight"))
+            if kind == "emergency":
+                manager.save_emergency_checkpoint(began + 1, state)
+            else:
+                manager.save(began + 1, state, kinds=(kind,)).wait()
+
+
+def test_a_rename_that_exchanges_names_is_refused_where_nobody_sees_whether_it_was_done(tmp_path: Path) -> None:
+    def state() -> TrainState:
+        torch.manual_seed(1)
+        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
+        return TrainState(model, torch.optim.AdamW(model.parameters()))
+
+    with running(tmp_path) as manager:
+        manager.resume(state())
+        manager.save(1, state()).wait()
+    with running(tmp_path) as manager:
+        with pytest.raises(UsageError, match="rename exchanges names"):
+            manager.resume(state(), rename={"a.*": "b.*", "b.*": "a.*"})
+        with pytest.raises(UsageError, match="No tensor of the save is one of the model's"):
+            manager.resume(state_of(), strict=False)
+        turned = state()
+        manager.load(turned, "latest", rename={"a.*": "b.*", "b.*": "a.*"})
+        assert same(turned.model["a"].state_dict(), state().model["b"].state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,18 +198,18 @@ def test_modules_keep_their_versions_under_new_names_and_if_they_are_left_out(tm
         ({"rename": lambda name: name.no_such}, "rename failed for .*AttributeError"),
         ({"rename": "old"}, "rename is 'old'; it must be a dict"),
         ({"rename": {"old": "new.*"}}, "rename holds 'old': 'new.*'"),
-        ({"rename": {"head.*": "out.*"}}, "Missing in the checkpoint: head.weight, head.bias"),
+        ({"rename": {"body.*": "trunk.*", "head.*": "out.*"}}, "Missing in the checkpoint: head.weight, head.bias"),
         ({"exclude": ("head.*",)}, "exclude holds 'head.*'; it must be a tuple of names"),
     ],
 )
 @pytest.mark.parametrize("kind", ["dcp", "model"])
 def test_a_mistake_is_named_and_nothing_is_loaded(tmp_path: Path, kind: str, arguments: Any, what: str) -> None:
     saved(tmp_path, kind)
-    state = state_of()
-    before = state.model["body"][0].weight.clone()
+    state = state_of("trunk")
+    before = state.model["trunk"][0].weight.clone()
     with running(tmp_path) as manager, pytest.raises(UsageError, match=what):
         manager.resume(state, **arguments)
-    assert torch.equal(state.model["body"][0].weight, before)
+    assert torch.equal(state.model["trunk"][0].weight, before)
 
 
 def sharded(rank: int, root: str, kind: Any, body: str, arguments: dict[str, Any]) -> tuple[str, Any, Any]:

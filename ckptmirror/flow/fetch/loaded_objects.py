@@ -106,7 +106,8 @@ def _objects(state: TrainState, loaded: Sequence[str], saved: Any) -> Iterator[t
     for part in _PARTS if isinstance(saved, Mapping) else ():
         objects = getattr(state, part) if part in loaded else None
         for path, one in placed_leaves(objects):
-            is_merged = has(one, "merge_state_dicts") or (part, *path)[:2] in merged
+            may_merge = part == "ema" and isinstance(state.per_rank, Mapping)  # where the number of ranks has changed
+            is_merged = may_merge or has(one, "merge_state_dicts") or (part, *path)[:2] in merged
             is_asked = has(one, "state_dict") and has(one, "load_state_dict") and not is_merged
             is_iterated = has(one, "__iter__") or has(one, "__next__")
             given = item_at(saved.get(part), path)

@@ -160,7 +160,9 @@ def _write(
     stage: int | None,
 ) -> tuple[str, Meta]:
     """Write this rank's files below ``home`` and its meta last. If the disk is full or fails, remove all of it."""
+    from ckptmirror.formats.capture import hash_of_shapes
     from ckptmirror.formats.emergency import write_emergency
+    from ckptmirror.formats.names import live_values
 
     name = _agreed_name(root, plan, persistent_dir)
     parsed = names.parse_name(name)
@@ -182,7 +184,8 @@ def _write(
             apart=apart,
             stage=stage,
         )
-        meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag)
+        architecture = hash_of_shapes(live_values(state.model)) if stage is None else None
+        meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag, architecture_hash=architecture)
         files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)
     except _DISK_FAILURES:
         try:
