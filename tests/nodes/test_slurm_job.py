@@ -21,9 +21,9 @@ LIMIT_S = 180.0
 # One task on each node, which gets the signals that srun gets.
 SRUN = """
 import os, signal, subprocess, sys
-assert sys.argv[1].startswith("--")
+assert sys.argv[1:3] == ["--kill-on-bad-exit=0", "--wait=0"]  # else the first task that ends ends all others
 count = int(os.environ["SLURM_NNODES"])
-tasks = [subprocess.Popen(sys.argv[2:], env=os.environ | {"SLURM_NODEID": str(node)}) for node in range(count)]
+tasks = [subprocess.Popen(sys.argv[3:], env=os.environ | {"SLURM_NODEID": str(node)}) for node in range(count)]
 signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
 sys.exit(max(task.wait() for task in tasks))
 """
