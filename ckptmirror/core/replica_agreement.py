@@ -8,25 +8,26 @@ Rules:
   different pieces.
 * First each rank sends a few digests. Only if those differ, one rank of each side sends its full list.
 * Of a model in stages, the ranks of one stage are compared.
-* :data:`BUFFERS` may differ: each replica of a data-parallel model has its own running averages, but continues from
-  those of rank 0, the only ones that are saved.
+* :data:`BUFFERS` and :data:`AVERAGES` may differ: each replica of a data-parallel model has its own running averages,
+  but continues from those of rank 0, the only ones that are saved. A difference is told once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "AVERAGES",
     "BUFFERS",
     "WHOLE",
     "Digests",
     "Held",
-    "are_buffers",
     "differing",
     "digests_of",
+    "may_differ",
     "of_stage",
     "ranks_text",
     "representatives",
@@ -37,6 +38,8 @@ WHOLE = ""
 """The group of the tensors that every rank holds whole; shards are grouped by how they are sharded."""
 BUFFERS = "buffers"
 """The group of what a model holds beside its parameters, which rank 0 alone saves."""
+AVERAGES = "averages"
+"""The group of the averages of the weights, where rank 0 alone saves them."""
 _OF_STAGE = " of stage "
 
 Digests = Mapping[str, tuple[str, str]]
@@ -50,7 +53,7 @@ class Held:
     """A tensor, or a piece of one, that a rank holds.
 
     Attributes:
-        group: :data:`WHOLE` or :data:`BUFFERS` if every rank holds all of it; otherwise how it is sharded.
+        group: :data:`WHOLE`, :data:`BUFFERS` or :data:`AVERAGES` if every rank holds all of it; else how it is sharded.
         name: Its dotted name.
         piece: Which piece of the whole it is, "" for all of it.
         value: Shape, dtype and sums of the bytes.
@@ -67,9 +70,9 @@ def of_stage(group: str, stage: int | None) -> str:
     return group if stage is None else f"{group}{_OF_STAGE}{stage}"
 
 
-def are_buffers(group: str) -> bool:
-    """Whether a group has buffers, of a whole model or of a stage."""
-    return group.partition(_OF_STAGE)[0] == BUFFERS
+def may_differ(group: str) -> bool:
+    """Whether the tensors of a group may differ between ranks, because rank 0's are saved for all."""
+    return group.partition(_OF_STAGE)[0] in (BUFFERS, AVERAGES)
 
 
 def digests_of(held: Iterable[Held]) -> Digests:
@@ -100,7 +103,7 @@ def sides(digests: Sequence[Digests], group: str) -> list[list[int]]:
     for rank, own in enumerate(digests):
         if group in own:
             ranks.setdefault(own[group], []).append(rank)
-    if group.partition(_OF_STAGE)[0] in (WHOLE, BUFFERS):
+    if may_differ(group) or group.partition(_OF_STAGE)[0] == WHOLE:
         found = list(ranks.values())
     else:
         alike = Counter(pieces for pieces, _ in ranks)
@@ -108,15 +111,15 @@ def sides(digests: Sequence[Digests], group: str) -> list[list[int]]:
     return found if len(found) > 1 else []
 
 
-def representatives(digests: Sequence[Digests], *, buffers: bool = True) -> dict[str, tuple[int, ...]]:
+def representatives(digests: Sequence[Digests], told: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
     """Return, by group, the ranks whose lists show what differs; empty if nothing does.
 
     Args:
         digests: Every rank's digests, by rank.
-        buffers: Whether buffers are compared.
+        told: Groups that are not compared.
     """
     found: dict[str, tuple[int, ...]] = {}
-    for group in sorted({group for own in digests for group in own if buffers or not are_buffers(group)}):
+    for group in sorted({group for own in digests for group in own} - set(told)):
         asked: dict[str, list[int]] = {}
         for first, *_ in sides(digests, group):
             asked.setdefault(digests[first][group][0], []).append(first)

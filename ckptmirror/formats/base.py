@@ -44,7 +44,7 @@ class Snapshot:
         sharded: Whether the ranks hold different pieces (then every rank writes its own ``optim_*``; else rank 0
             alone).
         buffers: The dotted names of the model's tensors that are neither parameters nor shards: rank 0's are saved.
-        left_out: By dotted name, the live tensors of model and optimizer that rank 0 saves for this rank.
+        left_out: By dotted name, the live tensors that rank 0 saves for this rank.
         architecture: Hash of the full model's names, shapes and dtypes: equal on every rank, however it is sharded.
         parameters: The same of the parameters alone, without prefixes of wrappers.
         optimizer_holds: Hash of what the optimizer has state of; "" if it is sharded, or if there is none.

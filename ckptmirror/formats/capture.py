@@ -116,7 +116,7 @@ def capture(
         optimizer=optimizer,
         full_model=whole,
         buffers=frozenset(name for name, _ in walk_tensors({"model": buffers})),
-        left_out=dict(walk_tensors(rest)),
+        left_out={**snapshot.left_out, **dict(walk_tensors(rest))},
     )
 
 
@@ -165,7 +165,7 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
     optimizer = capture_optimizer(state.model, state.optimizer) if state.optimizer is not None else None
     sharded = has_shards(model) or has_shards(optimizer)
     own_average = bool(state.per_rank)  # it has averages of what each rank has of its own
-    extra = _capture_extra(state, step=step, with_ema=sharded or with_ema or own_average, model=model)
+    extra, ema = _capture_extra(state, step=step, with_ema=sharded or with_ema or own_average, model=model)
     if versions is not None:
         extra[KEY].append([["model"], to_text(versions)])
     own = per_rank.matching(state.per_rank, model)
@@ -186,6 +186,7 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
         architecture=hash_of_shapes(model),
         parameters=hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
         optimizer_holds=_hash_of_holdings(whole["state"]) if whole is not None and not sharded else "",
+        left_out=dict(walk_tensors({"ema": ema})),
     )
 
 
@@ -255,7 +256,10 @@ def _buffers(live: torch.nn.Module, model: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in model.items() if not (isinstance(value, DTensor) or name in parameters)}
 
 
-def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: dict[str, Any]) -> dict[str, Any]:
+def _capture_extra(
+    state: TrainState, *, step: int, with_ema: bool, model: dict[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """Return the extra state, and the average if rank 0 saves it for this rank."""
     versions: list[list[Any]] = []
     extra: dict[str, Any] = {"step": step, "rng": capture_rng(), HAS_OPTIMIZER: state.optimizer is not None}
     extra[COMMAND] = command_of(state)
@@ -285,7 +289,7 @@ def _capture_extra(state: TrainState, *, step: int, with_ema: bool, model: dict[
             region_of(tensor)
         except UsageError as error:
             raise UsageError(f"{name} is a DTensor in several pieces per rank, which cannot be saved there.") from error
-    return extra
+    return extra, ema if "ema" not in extra else None
 
 
 def _check_for_dcp(snapshot: Snapshot) -> None:

@@ -2,8 +2,8 @@
 
 Rules:
 * For tensors that this rank saves, the sums computed while writing are used.
-* Tensors that rank 0 saves for this rank (its buffers, and all of a replica without kind ``dcp``) are summed on their
-  device before the host copy, in one pass, while rank 0 copies as many bytes. Only the sums are copied.
+* Tensors that rank 0 saves for this rank (its buffers and averages, and all of a replica without kind ``dcp``) are
+  summed on their device before the host copy, in one pass, while rank 0 copies as many bytes. Only the sums are copied.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ckptmirror.core import per_rank
 from ckptmirror.core.model import Kind
-from ckptmirror.core.replica_agreement import BUFFERS, WHOLE, Held, of_stage
+from ckptmirror.core.replica_agreement import AVERAGES, BUFFERS, WHOLE, Held, of_stage
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.capture import walk_tensors
 from ckptmirror.formats.tensor_bytes import has_plain_bytes
 from ckptmirror.sums.digests import sum32_there
 
 __all__ = ["LeftOut", "held_by", "sum_left_out"]
+
+_AVERAGE = "ema"
 
 LeftOut = list[tuple[list[tuple[str, str]], torch.Tensor]]
 """For each device: (name, shape and dtype) of each tensor, and the sums of all of them."""
@@ -55,6 +58,8 @@ def held_by(
     held = []
     once = not snapshot.sharded and "dcp" not in kinds  # only rank 0 saves it, so the other ranks have only one sum
     tensors = walk_tensors({"model": snapshot.model, "optimizer": snapshot.optimizer})
+    if not snapshot.sharded and stage is None and per_rank.KEY not in snapshot.extra:  # else each rank saves its own
+        tensors += walk_tensors({_AVERAGE: snapshot.extra.get(_AVERAGE)})
     entries = {entry["name"]: entry for entry in listed if "sum32" in entry}
     for name, tensor in tensors:
         if (entry := entries.get(name)) is None or "per_rank" in entry:
@@ -63,14 +68,19 @@ def held_by(
             group = f"{tuple(tensor.device_mesh.shape)} {tensor.placements}"
             piece, sums = f"{entry['offsets']} {entry['sizes']}", f"{entry['sum32']} {entry['crc32c']}"
         else:
-            group, piece = BUFFERS if name in snapshot.buffers else WHOLE, ""
-            sums = f"{entry['sum32']}" if once or group == BUFFERS else f"{entry['sum32']} {entry['crc32c']}"
+            group, piece = _group(name, snapshot), ""
+            sums = f"{entry['sum32']}" if once or group != WHOLE else f"{entry['sum32']} {entry['crc32c']}"
         held.append(Held(of_stage(group, stage), name, piece, f"{_form(tensor)} {sums}"))
     for names, totals in left_out:
         for (name, form), total in zip(names, totals.tolist(), strict=True):
-            group = BUFFERS if name in snapshot.buffers else WHOLE
-            held.append(Held(of_stage(group, stage), name, "", f"{form} {total & 0xFFFFFFFF}"))
+            held.append(Held(of_stage(_group(name, snapshot), stage), name, "", f"{form} {total & 0xFFFFFFFF}"))
     return held
+
+
+def _group(name: str, snapshot: Snapshot) -> str:
+    if name in snapshot.buffers:
+        return BUFFERS
+    return AVERAGES if name.startswith(f"{_AVERAGE}.") else WHOLE
 
 
 def _form(tensor: torch.Tensor) -> str:

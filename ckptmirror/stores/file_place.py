@@ -46,6 +46,7 @@ LOCK_FILE = ".ckptmirror.lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_POLL_S = 0.02
 _MAX_DEPTH = 32
+_OF_FILE_SYSTEMS = ("lost+found", ".snapshot", ".snapshots", ".zfs")
 _MOUNT_HINT = "Is its file system mounted? If you recreated the mirror on purpose, give it a new URL."
 _TYPO_HINT = (
     "Correct the mirror's URL, or mount its file system. The first process that saves there (a trainer, a push) "
@@ -334,7 +335,8 @@ class Place:
         """Yield the name and attributes of every regular file below ``start``, in any order; follow no link.
 
         Directories that are deeper than any of ours are left out: each is reached from the root, so the time would grow
-        with the square of the depth.
+        with the square of the depth. So are those that a file system has in its top directory for itself, which only
+        root may enter.
         """
         waiting = [start]
         while waiting:
@@ -344,7 +346,8 @@ class Place:
                     for entry in os.scandir(directory):
                         beat()
                         if entry.is_dir(follow_symlinks=False):
-                            if len(parts) < _MAX_DEPTH:
+                            is_of_file_system = not parts and entry.name in _OF_FILE_SYSTEMS
+                            if len(parts) < _MAX_DEPTH and not is_of_file_system:
                                 waiting.append((*parts, entry.name))
                         elif entry.is_file(follow_symlinks=False) and (found := _attributes(directory, entry.name)):
                             yield "/".join((*parts, entry.name)), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +136,18 @@ def unequal(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, Any
 
 
 def replicas(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, Any], lines: Lines) -> None:
-    """Data-parallel training, as it is by default: running averages, generators and extra values of each rank's own."""
+    """Data-parallel training, as it is by default: running averages, generators and extra values of each rank's own.
+
+    From the second step on, each has an average of the weights of its own, too.
+    """
     manager = CheckpointManager(root, kinds=kinds, timeout_s=WAIT_S)
-    state = new_state()
+    state = replace(new_state(), ema=nn.Linear(2, 2))
     manager.resume(state)
     parallel = DistributedDataParallel(state.model)
     lines.lines.clear()
     for at in (1, 2, 3):
         step(state, parallel, seed=10 * at + rank)
+        nn.init.constant_(state.ema.bias, float(rank if at > 1 else 0))
         found[f"replicas {at}"] = saved(manager, at, state)
     found["replicas"] = values(state)
     found["replicas lines"] = list(lines.lines)

@@ -257,6 +257,15 @@ def test_a_trainer_and_a_sidecar_of_one_group_share_a_root_with_the_umask_007(sh
     assert _answer_of(_SIDECAR, 0o007, _drain, shared_place) is True
 
 
+def test_what_a_file_system_has_for_itself_in_the_mirror_hinders_nobody(shared_place: Path) -> None:
+    """A mirror that is the top of an ext4 file system has ``lost+found``, which only root may enter."""
+    (shared_place / "mirror").mkdir()
+    os.chown(shared_place / "mirror", _TRAINER, _GROUP)
+    (shared_place / "mirror" / "lost+found").mkdir(mode=0o700)
+    assert _answer_of(_TRAINER, 0o022, _save_and_upload, shared_place) == [2]
+    assert _answer_of(_TRAINER, 0o022, _drain, shared_place) is True
+
+
 def test_a_user_who_may_not_read_the_table_is_told_whose_it_is_and_what_to_do(shared_place: Path) -> None:
     _answer_of(_TRAINER, 0o022, _save_without_upload, shared_place)
     kind, why, hint = _answer_of(_SIDECAR, 0o022, _drain, shared_place)

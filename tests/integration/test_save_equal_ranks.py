@@ -94,6 +94,13 @@ def test_running_averages_that_differ_are_named_once_by_one_rank(job: Job) -> No
     assert "weight" not in lines[0]
 
 
+def test_averages_of_the_weights_that_differ_are_named_once_by_one_rank(job: Job) -> None:
+    lines = [line for found in job.ranks for line in found["replicas lines"] if "ema." in line]
+    assert len(lines) == 1
+    assert "ema.bias" in lines[0]
+    assert "ema.weight" not in lines[0]
+
+
 def test_shards_may_differ_and_what_is_replicated_as_a_dtensor_may_not(job: Job) -> None:
     for found in job.ranks:
         assert found["shards"][0] == "saved", found["shards"]

@@ -290,7 +290,7 @@ class ReplicaCheck:
 
     def __init__(self) -> None:
         self.differ = False
-        self._buffers_differ = False
+        self._told: set[str] = set()  # groups that differ, and may
 
     def compare(self, ranks: Ranks, held: Sequence[Held], digests: Sequence[Digests], context: WriteContext) -> None:
         """Compare what the ranks hold. Only if the digests differ, all ranks exchange once more.
@@ -306,7 +306,7 @@ class ReplicaCheck:
         """
         self.differ = False
         is_told = ranks.nodes > 1 and ranks.rank != 0
-        asked = replica_agreement.representatives(digests, buffers=not self._buffers_differ) if not is_told else {}
+        asked = replica_agreement.representatives(digests, self._told) if not is_told else {}
         sides = {group: replica_agreement.sides(digests, group) for group in asked}
         if ranks.nodes > 1:
             what = f"learn whether the tensors of step {context.name.step} differ"
@@ -316,13 +316,14 @@ class ReplicaCheck:
         mine = [one for one in held if ranks.rank in asked.get(one.group, ())]
         lists = ranks.exchange(mine, what=f"compare the tensors of step {context.name.step}")
         found = replica_agreement.differing(lists)
-        buffers = [group for group in found if replica_agreement.are_buffers(group)]
-        if names := [name for group in buffers for name in found.pop(group)]:
-            self._buffers_differ = True
+        may_differ = list(filter(replica_agreement.may_differ, found))
+        if names := [name for group in may_differ for name in found.pop(group)]:
+            self._told.update(may_differ)
             if ranks.rank == 0:
                 save_logger(_log, context.name).warning(
                     "the ranks hold different values of %s: this save and later ones keep rank 0's, because replicas "
-                    "that train together continue from rank 0's",
+                    "that train together continue from rank 0's. If each shall get back its own, declare them with "
+                    "TrainState(per_rank=...)",
                     _some(names),
                 )
         if found:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from ckptmirror.core.replica_agreement import (
+    AVERAGES,
     BUFFERS,
     WHOLE,
     Held,
-    are_buffers,
     differing,
     digests_of,
+    may_differ,
     of_stage,
     ranks_text,
     representatives,
@@ -22,9 +23,9 @@ def whole(name: str, value: object) -> Held:
     return Held(WHOLE, name, "", str(value))
 
 
-def found(*ranks: list[Held], buffers: bool = True) -> dict[str, list[str]]:
+def found(*ranks: list[Held], told: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """What a save finds: digests first, then the lists of those who are asked."""
-    asked = representatives([digests_of(held) for held in ranks], buffers=buffers)
+    asked = representatives([digests_of(held) for held in ranks], told)
     return differing(
         [one for one in held if rank in asked.get(one.group, ())] for rank, held in enumerate(ranks) if asked
     )
@@ -67,10 +68,14 @@ def test_ranks_with_other_tensors_each_are_all_asked() -> None:
     assert found(*ranks) == {WHOLE: ["shared"]}
 
 
-def test_buffers_are_told_apart_and_can_be_left_out() -> None:
-    ranks = [[whole("a", 1), Held(BUFFERS, "mean", "", str(rank))] for rank in range(2)]
-    assert found(*ranks) == {BUFFERS: ["mean"]}
-    assert found(*ranks, buffers=False) == {}
+def test_what_may_differ_is_told_apart_and_can_be_left_out() -> None:
+    ranks = [
+        [whole("a", 1), Held(BUFFERS, "mean", "", str(rank)), Held(AVERAGES, "ema.a", "", str(rank))]
+        for rank in range(2)
+    ]
+    assert found(*ranks) == {BUFFERS: ["mean"], AVERAGES: ["ema.a"]}
+    assert found(*ranks, told=(BUFFERS,)) == {AVERAGES: ["ema.a"]}
+    assert [may_differ(group) for group in (BUFFERS, AVERAGES, WHOLE)] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,6 @@ def test_the_ranks_of_a_stage_are_compared_and_those_of_different_stages_are_not
     assert found(of(0, 1), of(1, 2), of(0, 1), of(1, 2)) == {}
     assert found(of(0, 1), of(1, 2), of(0, 1), of(1, 3)) == {of_stage(WHOLE, 1): ["layer1"]}
     (group,) = found(of(0, 1, BUFFERS), of(1, 2, BUFFERS), of(0, 4, BUFFERS))
-    assert are_buffers(group)
-    assert found(of(0, 1, BUFFERS), of(0, 4, BUFFERS), buffers=False) == {}
+    assert may_differ(group)
+    assert found(of(0, 1, BUFFERS), of(0, 4, BUFFERS), told=(group,)) == {}
     assert of_stage(WHOLE, None) == WHOLE
