@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from shlex import quote
@@ -552,8 +552,7 @@ class CheckpointManager:
         deadline = time.monotonic() + timeout_s
         try:
             if self._saver is not None:
-                self._saver.end(timeout_s)
-                self._saver.release()
+                self._end_saves(self._saver, timeout_s, is_stopped)
             elif self._last_before is not None:
                 self._last_before.raise_unobserved()
             if not is_stopped() or self._skipped_newest():
@@ -574,6 +573,15 @@ class CheckpointManager:
             finally:
                 if not saving:
                     self._free()
+
+    def _end_saves(self, saver: Saver, timeout_s: float, is_stopped: Callable[[], bool]) -> None:
+        try:
+            saver.end(timeout_s)
+        except BackgroundSaveFailed as error:
+            if not is_stopped() or self._snapshot_step < saver.called:
+                raise
+            _log.error("%s The emergency snapshot of step %d followed.", error, self._snapshot_step)
+        saver.release()
 
     def _skipped_newest(self) -> bool:
         """Whether a save was skipped and no save or emergency snapshot followed it."""

@@ -41,6 +41,7 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
                 "told": list(done.recorded_on),
                 "untold": done.unreachable,
                 "configured": done.is_configured,
+                "counts_now": done.counts_now.id if done.counts_now is not None else None,
             }
         )
         return 0
@@ -52,6 +53,15 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
     print(f"{no_longer}. It {would or 'now '}{requires} {left}.")
     for one, why in done.unreachable.items():
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
+    if done.counts_now is not None:
+        parent = done.counts_now.parent
+        where = f"step {parent.step}" if parent is not None else "the beginning"
+        print(
+            f"Somebody went back to {where}, perhaps in vain: it is not known here whether {done.url} recorded that. "
+            f"Without it the next start continues from {where}. To continue from a newer save, which `ckptmirror ls` "
+            "calls superseded, run `ckptmirror rewind --save`.",
+            file=sys.stderr,
+        )
     if done.is_configured and not done.left:
         print(
             "It was the last one: drains wait for it until the trainer starts with another mirror, or with none.",

@@ -52,7 +52,7 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
     def merge(by: Callable[..., Any], path: TreePath, where: str, ranks: Sequence[int] | None = None) -> None:
         if path not in values and item_at(tree, path, _ABSENT) is not _ABSENT:
             of_ranks = _RankValues(source, path, source.ranks if ranks is None else ranks)
-            values[path] = _merge(by, of_ranks if ranks is None else list(of_ranks), target, where)
+            values[path] = _merge(by, of_ranks if ranks is None else of_ranks.or_none(), target, where)
 
     for name in ("dataloader", "extra"):
         part = getattr(target.state, name)
@@ -120,6 +120,11 @@ class _RankValues(Sequence[Any]):
 
     def __len__(self) -> int:
         return len(self._ranks)
+
+    def or_none(self) -> list[Any]:
+        """Return all of them, with None for a rank that has none."""
+        absent = [item_at(self._source.tree(rank), self._path, _ABSENT) is _ABSENT for rank in self._ranks]
+        return [None if is_absent else self[number] for number, is_absent in enumerate(absent)]
 
     @overload
     def __getitem__(self, index: int) -> Any: ...

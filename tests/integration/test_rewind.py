@@ -133,17 +133,42 @@ def test_a_rewind_that_a_mirror_does_not_take_changes_nothing(
     root, url = tmp_path / "root", f"gs://{BUCKET}/{then}"
     saved_run(root, (1, 2), url, kinds=("model",))
     server.faults([Fault(operation="upload.*", status=403, times=0)])
-    assert run("rewind", "--root", root, "--step", "1").returncode == 12
+    ended = run("rewind", "--root", root, "--step", "1", env=server.environment)
+    assert ended.returncode == 12
+    assert f"{url} must record where training continues, but does not" in ended.stderr
     assert standings(root) == {1: "current", 2: "current"}
     assert read_status(root).newest_safe_step == 2
     server.clear_faults()
     if then == "forget-mirror":
-        assert run("forget-mirror", "--root", root, "--url", url).returncode == 0
+        assert run("forget-mirror", "--root", root, "--url", url, env=server.environment).returncode == 0
         url = f"file://{tmp_path}/another"
     with running(root, url, kinds=("model",)) as manager:
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 2
+
+
+@pytest.mark.parametrize("refused", [1, 2])
+def test_a_rewind_that_the_second_mirror_does_not_take_stays_on_none(
+    refused: int, server: GcsServerProcess, tmp_path: Path
+) -> None:
+    """The second one first takes its own list once more; if it then refuses the new one, nobody went back either."""
+    root, first, second = tmp_path / "root", f"file://{tmp_path}/first", f"gs://{BUCKET}/second-{refused}"
+    (tmp_path / "first").mkdir()
+    saved_run(root, (1, 2), first, second, kinds=("model",))
+    server.faults([Fault(operation="upload.*", status=403, nth=refused, times=0)])
+    ended = run("rewind", "--root", root, "--step", "1", env=server.environment)
+    assert ended.returncode == 12
+    assert f"{second} must record where training continues, but does not" in ended.stderr
+    server.clear_faults()
+    assert standings(first) == {1: "current", 2: "current" if refused == 1 else "superseded"}
+    forgotten = run("forget-mirror", "--root", root, "--url", second, env=server.environment)
+    assert forgotten.returncode == 0
+    assert ("Somebody went back to step 1, perhaps in vain" in forgotten.stderr) == (refused == 2)
+    with running(root, first, kinds=("model",)) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == (2 if refused == 1 else 1)
 
 
 @pytest.mark.parametrize("mirrored", [True, False])

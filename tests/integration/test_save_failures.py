@@ -283,6 +283,26 @@ def test_a_stop_request_that_comes_while_close_waits_for_a_mirror_ends_the_wait(
     assert read_status_file(tmp_path / "root")["status"] == "stopped"
 
 
+@pytest.mark.parametrize(("stops", "snapshot"), [(True, 3), (True, None), (False, 3)])
+def test_a_failed_save_does_not_count_if_the_run_was_stopped_and_a_snapshot_followed(
+    stops: bool, snapshot: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, state, stop = CheckpointManager(tmp_path / "root", kinds=("dcp",)), new_state(), StopRequest()
+    manager.resume(state)
+    with no_large_files(600):
+        manager.save(2, state).wait_over()
+    if stops:
+        stop.request("the test")
+    if snapshot is not None:
+        manager.save_emergency_checkpoint(snapshot, state)
+    if stops and snapshot is not None:
+        manager.close(stop=stop)
+        assert "The emergency snapshot of step 3 followed" in caplog.text
+    else:
+        with pytest.raises(BackgroundSaveFailed, match="The save of step 2 failed"):
+            manager.close(stop=stop)
+
+
 def test_a_failing_optional_mirror_never_stops_a_run_nor_its_end(tmp_path: Path) -> None:
     optional = MirrorSpec(MIRROR, required=False)
     with CheckpointManager(tmp_path / "root", [f"file://{tmp_path}/good", optional]) as manager:

@@ -159,6 +159,20 @@ def test_a_node_that_waits_for_another_learns_that_its_attempt_is_fenced(nodes: 
         upload_save(context, nodes.parts[0].save_id)
 
 
+def test_a_node_that_waits_for_another_sends_its_own_part_again_if_the_mirror_loses_it(nodes: Nodes) -> None:
+    """The process that had sent it asked for the other's part alone, for as long as it lived."""
+    done, _ = nodes.places
+    context, save_id = done.context(), nodes.parts[0].save_id
+    upload_save(context, save_id)
+    (part,) = (Path(nodes.url.removeprefix("file://")) / "parts").iterdir()
+    part.unlink()
+    for _ in range(2):
+        done.table.end_delays([nodes.url])
+        upload_save(context, save_id)
+    assert part.exists()
+    assert context.awaited[save_id]
+
+
 def test_who_waited_long_for_a_node_asks_often_again_once_somebody_waits_for_it(nodes: Nodes) -> None:
     """The delay went on growing in the next job, whose close gave up although the part had come in its first second."""
     done, _ = nodes.places

@@ -88,6 +88,7 @@ class Saver:
 
     Attributes:
         last_step: The newest committed step, including the one resumed from; -1 at a start from scratch.
+        called: The step of the last call of ``save``; -1 before the first.
         before_first: Called with the state of a save until it has not raised once.
     """
 
@@ -108,10 +109,10 @@ class Saver:
         self.run_id = run_id
         self.attempt = attempt
         self.last_step = -1
+        self.called = NOT_CALLED
         self.before_first: Callable[[TrainState], None] | None = None
         self._begun = 0  # the number of the last save that all ranks began
         self._given = 0  # the greatest number of such a save, and of this rank's snapshots
-        self._called = NOT_CALLED  # the step of the last call of save()
         self._ranks = ranks
         self._bus = bus
         self._leader = leader
@@ -142,8 +143,8 @@ class Saver:
     def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
-        request = replace(request, number=number_of_save(request.step, self._given), previous=self._called)
-        self._called = request.step
+        request = replace(request, number=number_of_save(request.step, self._given), previous=self.called)
+        self.called = request.step
         # Python raises KeyboardInterrupt at calls: there is none between this and the try.
         earlier, self._in_flight = self._in_flight, handle
         try:

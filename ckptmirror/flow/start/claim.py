@@ -233,6 +233,7 @@ class RunClaim:
             StartOver: An attempt or a save has appeared since the survey.
             StoreTemporary: A mirror that must take the claim stopped answering.
         """
+        self._check_takes_writes()
         self._begins = run_of(seen.evidence) is None
         self._required_by = {one.url: one.number for one in seen.evidence.disk.requirements if not one.is_removed}
         if not self._begins:  # else the first mirror names the run: if two starts begin it at once, one starts over
@@ -258,6 +259,27 @@ class RunClaim:
         if claimed.issuperset(mine.required):  # one of them may no longer be configured, so it was not asked
             mine = replace(mine, completed=(*mine.completed, self.attempt.id))
         self._write_here(mine)
+
+    def _check_takes_writes(self) -> None:
+        """Check that each mirror that must take a person's attempt takes a write, before the first one lists it.
+
+        Where all but one list it, an eval host of such a mirror already goes back, and nobody has. A mirror shows it by
+        taking its own list once more.
+
+        Raises:
+            StoreTemporary: One does not, or does not answer any more.
+            NotAuthorised: One refuses it.
+        """
+        needs = [mirror for mirror in self._mirrors if mirror.url in self._claim.needs]
+        for mirror in needs if self.attempt.by_person and len(needs) > 1 else ():
+            try:
+                there, generation = read_mirror_attempts(mirror, mend=True)
+                if there is not None:
+                    mirror.store.write(names.WRITER_NAME, attempts_to_bytes(there), if_generation=generation)
+            except PreconditionFailed:
+                continue  # somebody else writes there
+            except CkptMirrorError as error:
+                raise _not_taken_down(mirror, error) from error
 
     def confirm(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:
         """Check that this attempt may continue on a mirror, and add it to the mirror's list if it is not there yet.

@@ -13,7 +13,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -21,7 +21,7 @@ from shlex import quote
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, ConfigError, PreconditionFailed, Temporary
-from ckptmirror.core.model import AttemptList, new_id
+from ckptmirror.core.model import Attempt, AttemptList, new_id
 from ckptmirror.core.start.lineage import merge_attempts, removal
 from ckptmirror.flow.places.attempt_lists import check_can_sign, listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors, set_mirrors
@@ -44,6 +44,8 @@ class Forgotten:
         unreachable: The mirrors that do not answer, with the reason; the next start records it there.
         is_configured: Whether the root's last start used it, so that the configuration must change too.
         was_required: Whether the run required it.
+        counts_now: A person's attempt that this mirror may not have taken, and that counts without it: the next start
+            continues from its parent. None if there is none.
     """
 
     url: str
@@ -52,6 +54,7 @@ class Forgotten:
     unreachable: dict[str, str]
     is_configured: bool
     was_required: bool
+    counts_now: Attempt | None = None
 
 
 def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
@@ -132,7 +135,17 @@ def _forget(
     for one, (listed, generation) in lists.items():
         if not dry_run:
             _record(by_url[one], merge_attempts(listed, out), generation)
-    return Forgotten(url, left, tuple(lists), unreachable, is_configured, url in named)
+    counts_now = _counts_without(url, here, [listed for listed, _ in lists.values()])
+    return Forgotten(url, left, tuple(lists), unreachable, is_configured, url in named, counts_now)
+
+
+def _counts_without(url: str, here: AttemptList | None, mirrors: Sequence[AttemptList]) -> Attempt | None:
+    """Return the run's newest attempt if it is a person's that was perhaps refused where ``url`` is."""
+    listed = {one.id: one for attempts in mirrors for one in attempts.attempts}
+    newest = max(listed.values(), key=lambda one: (one.number, one.id), default=None)
+    if newest is None or not newest.by_person or url not in newest.required:
+        return None
+    return newest if here is None or newest.id not in here.completed else None
 
 
 def _record(mirror: Mirror, wanted: AttemptList, generation: int) -> None:

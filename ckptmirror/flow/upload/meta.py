@@ -235,12 +235,17 @@ class MetaUpload(Sending):
     def _ask_for_awaited(self, meta: Meta) -> None:
         """Ask for the part that this node waits for, and whether this attempt may still wait.
 
+        If the mirror has lost this node's own part meanwhile, it waits for nothing: it is sent again first.
+
         Raises:
             NodeBehind: It is not there yet, and neither is the whole meta, which may outlive it.
             AttemptFenced: A newer attempt has started: the other node sends nothing more.
         """
         awaited = self._context.awaited.get(meta.save_id) if not meta.is_whole else None
         if awaited and all(self._store.stat(name) is None for name in (awaited, *self._whole_names(meta))):
+            if self._store.stat(names.part_name(meta.step, meta.save_id, meta.node + 1, meta.nodes)) is None:
+                self._context.awaited.pop(meta.save_id)
+                return
             self._context.confirm(self._context.mirror, None)
             raise self._behind(awaited)
 
