@@ -69,6 +69,10 @@ from ckptmirror.stores.retrying import OnWait
 __all__ = ["DrainReport", "Drained", "confirm", "drain", "push"]
 
 _STOP_S = 30.0
+_MORE_TIME = (
+    "Give it more time (--timeout); or, if a mirror is gone for good, take it out of the run with `ckptmirror "
+    "forget-mirror`."
+)
 _STOP_AT_ONCE_S = 1.0
 _REFUSALS_LIMIT = 2
 _LOOK_EVERY_S = 0.5  # while progress is shown
@@ -482,7 +486,11 @@ class _Work:
         if self._audit is not None:
             return self._audit.unasked(self._urls)
         known = {record.mirror for record in self._table.records(state=RecordState.VERIFIED)}
-        return {url: StoreTemporary("it did not answer in time") for url in self._urls if url in known}
+        if len(self._known) == 1:
+            return {url: StoreTemporary("it did not answer in time") for url in self._urls if url in known}
+        every = ", ".join(spec.url for spec in self._known)
+        why = f"the time was up before the mirrors of the run were open; one of {every} hangs, perhaps not this one"
+        return {url: StoreTemporary(why, hint=_MORE_TIME) for url in self._urls if url in known}
 
 
 def _emergency(
