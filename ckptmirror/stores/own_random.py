@@ -5,16 +5,16 @@ Python's global generator, in whatever thread uploads. A training draws from tha
 go on elsewhere, and ranks that upload would no longer draw what the others do.
 
 Rules:
-* The libraries get a second copy of the module ``random``, whose generator is its own.
+* The libraries get a copy of the module ``random`` whose functions draw from a generator of its own.
 * A module is given it once it is loaded: call :func:`draw_apart` after the import of a library, and after what it
   imports late.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
-from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 
 __all__ = ["draw_apart"]
@@ -25,16 +25,15 @@ _LIBRARIES = (
 )
 
 
-def _second_copy() -> ModuleType:
-    spec = find_spec("random")
-    assert spec is not None
-    assert spec.loader is not None
-    copy = module_from_spec(spec)
-    spec.loader.exec_module(copy)
+def _copy_of_random() -> ModuleType:
+    copy, generator = ModuleType("random"), random.Random()
+    drawing = {name: getattr(generator, name) for name in random.__all__ if hasattr(generator, name)}
+    vars(copy).update({**vars(random), **drawing})
+    os.register_at_fork(after_in_child=generator.seed)
     return copy
 
 
-_apart = _second_copy()
+_apart = _copy_of_random()
 
 
 def draw_apart() -> None:

@@ -244,7 +244,7 @@ class MetaUpload(Sending):
         awaited = self._context.awaited.get(meta.save_id) if not meta.is_whole else None
         if awaited and all(self._store.stat(name) is None for name in (awaited, *self._whole_names(meta))):
             if self._store.stat(names.part_name(meta.step, meta.save_id, meta.node + 1, meta.nodes)) is None:
-                self._context.awaited.pop(meta.save_id)
+                self._context.awaited.pop(meta.save_id, None)
                 return
             self._context.confirm(self._context.mirror, None)
             raise self._behind(awaited)
