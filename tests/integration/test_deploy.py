@@ -46,6 +46,7 @@ def test_a_unit_starts_again_after_what_a_wait_may_mend_and_after_nothing_else(u
     assert again == {5, 8, 11}
     assert again | never == {cls.exit_code for cls in classes}
     assert not again & never
+    assert settings(unit)["StartLimitIntervalSec"] == "0", "after a limit, systemd never starts it again"
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
