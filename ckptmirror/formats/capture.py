@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -117,6 +117,7 @@ def capture(
         full_model=whole,
         buffers=frozenset(name for name, _ in walk_tensors({"model": buffers})),
         left_out={**snapshot.left_out, **dict(walk_tensors(rest))},
+        plain=_hashes_of_plain(snapshot.model, names) if len(peers) > 1 else {},
     )
 
 
@@ -210,6 +211,19 @@ def _hash_of_holdings(state: dict[str, Any]) -> str:
 def walk_tensors(tree: Any) -> list[tuple[str, Any]]:
     """Return (dotted name, tensor) of every tensor in a tree."""
     return [(".".join(map(str, path)), leaf) for path, leaf in placed_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _hashes_of_plain(model: Mapping[str, Any], own: Collection[str]) -> dict[str, str]:
+    """Return a hash of what ``get_extra_state()`` returned beside tensors, but for names of each rank's own."""
+    found = {}
+    for name, value in model.items():
+        if isinstance(value, torch.Tensor) or name in own:
+            continue
+        digest = hashlib.blake2b(digest_size=16)
+        for path, leaf in placed_leaves(value):
+            digest.update(repr((path, leaf if not isinstance(leaf, torch.Tensor) else None)).encode())
+        found[f"model.{name}"] = digest.hexdigest()
+    return found
 
 
 def hash_of_shapes(model: Mapping[str, Any]) -> str:

@@ -71,6 +71,7 @@ def held_by(
             group, piece = _group(name, snapshot), ""
             sums = f"{entry['sum32']}" if once or group != WHOLE else f"{entry['sum32']} {entry['crc32c']}"
         held.append(Held(of_stage(group, stage), name, piece, f"{_form(tensor)} {sums}"))
+    held += [Held(of_stage(BUFFERS, stage), name, "", digest) for name, digest in snapshot.plain.items()]
     for names, totals in left_out:
         for (name, form), total in zip(names, totals.tolist(), strict=True):
             held.append(Held(of_stage(_group(name, snapshot), stage), name, "", f"{form} {total & 0xFFFFFFFF}"))

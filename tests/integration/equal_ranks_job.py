@@ -86,6 +86,7 @@ def everything_that_happens(rank: int, base: str, kinds: str) -> dict[str, Any]:
     logging.getLogger("ckptmirror").addHandler(lines)
     unequal(rank, place / "unequal", KINDS[kinds], found)
     replicas(rank, place / "replicas", KINDS[kinds], found, lines)
+    counters(rank, place / "counters", KINDS[kinds], found, lines)
     replicated_shards(rank, place / "tensors", KINDS[kinds], found)
     return found
 
@@ -152,6 +153,33 @@ def replicas(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, An
     found["replicas"] = values(state)
     found["replicas lines"] = list(lines.lines)
     manager.close()
+
+
+class Counting(nn.Linear):
+    """A layer that counts, and saves that beside its tensors."""
+
+    calls = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def counters(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, Any], lines: Lines) -> None:
+    """A number that each rank counts for itself: alike at the first save, then not."""
+    torch.manual_seed(0)
+    state = TrainState(Counting(2, 2))
+    lines.lines.clear()
+    with CheckpointManager(root, kinds=kinds, timeout_s=WAIT_S) as manager:
+        manager.resume(state)
+        for at in (1, 2, 3):
+            state.model.calls = 7 * at + (rank if at > 1 else 0)
+            found[f"counters {at}"] = saved(manager, at, state)
+            if at == 1:
+                found["counters alike"] = [line for line in lines.lines if "_extra_state" in line]
+    found["counters apart"] = [line for line in lines.lines if "_extra_state" in line]
 
 
 def replicated_shards(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, Any]) -> None:

@@ -101,6 +101,13 @@ def test_averages_of_the_weights_that_differ_are_named_once_by_one_rank(job: Job
     assert "ema.weight" not in lines[0]
 
 
+def test_what_get_extra_state_returns_is_named_once_where_it_differs(job: Job) -> None:
+    assert [found[f"counters {at}"][0] for found in job.ranks for at in (1, 2, 3)] == ["saved"] * 3 * len(job.ranks)
+    assert [found["counters alike"] for found in job.ranks] == [[] for _ in job.ranks]
+    (line,) = [line for found in job.ranks for line in found["counters apart"]]
+    assert "different values of model._extra_state: this save and later ones keep rank 0's" in line
+
+
 def test_shards_may_differ_and_what_is_replicated_as_a_dtensor_may_not(job: Job) -> None:
     for found in job.ranks:
         assert found["shards"][0] == "saved", found["shards"]
