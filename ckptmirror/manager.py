@@ -321,6 +321,7 @@ class CheckpointManager:
             before_each=self._rank_lock.retake if self._rank_lock is not None else None,
         )
         self._saver.follow(self._last_before)
+        self._snapshot_step = -1  # of this attempt
         if self._unchanged is not None:
             self._saver.before_first = self._unchanged.before_save
         if info is None:
@@ -578,7 +579,7 @@ class CheckpointManager:
         try:
             saver.end(timeout_s)
         except BackgroundSaveFailed as error:
-            if not is_stopped() or self._snapshot_step < saver.called:
+            if not is_stopped() or self._snapshot_step < saver.last_called:
                 raise
             _log.error("%s The emergency snapshot of step %d followed.", error, self._snapshot_step)
         saver.release()

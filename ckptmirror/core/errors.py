@@ -333,7 +333,7 @@ class BackgroundSaveFailed(CkptMirrorError):
     """An earlier save failed in the background."""
 
     is_seen = True
-    hint = "The training state is intact: fix the cause and save again."
+    hint = "The training state is intact: fix the cause, and let all ranks save again."
 
 
 # -- the local disk ------------------------------------------------------------------------------------------

@@ -303,6 +303,19 @@ def test_a_failed_save_does_not_count_if_the_run_was_stopped_and_a_snapshot_foll
             manager.close(stop=stop)
 
 
+def test_a_snapshot_before_a_resume_does_not_follow_the_failed_save_after_it(tmp_path: Path) -> None:
+    manager, state, stop = CheckpointManager(tmp_path / "root", kinds=("dcp",)), new_state(), StopRequest()
+    manager.resume(state)
+    manager.save(1, state).wait()
+    manager.save_emergency_checkpoint(5, state)
+    manager.resume(state, policy=1)
+    with no_large_files(600):
+        manager.save(2, state).wait_over()
+    stop.request("the test")
+    with pytest.raises(BackgroundSaveFailed, match="The save of step 2 failed"):
+        manager.close(stop=stop)
+
+
 def test_a_failing_optional_mirror_never_stops_a_run_nor_its_end(tmp_path: Path) -> None:
     optional = MirrorSpec(MIRROR, required=False)
     with CheckpointManager(tmp_path / "root", [f"file://{tmp_path}/good", optional]) as manager:

@@ -9,7 +9,8 @@ Rules:
   others take back their parts. A rank that failed takes part with its error, so all ranks fail together.
 * The same applies to a rank on which ``save`` itself raises: every call takes a number and an exchange, so the next
   save works. If the capture has collectives (gathering a sharded model), all ranks agree before those as well.
-* If a rank left out a call, the others' calls meet its next ones. Once that is certain, it waits for theirs.
+* If a rank left out a call, the others' calls meet its next ones, and none is saved any more. They are not brought
+  together again: a rank whose own count of steps is ahead by one save looks the same, and would mix two steps.
 * A save that fails leaves nothing behind: each rank removes its own temporaries, the leader the shared ones. Only if
   a rank is gone, or silent, in the exchange after the commit, what was committed stays, since the rest may be there
   too; the next start decides.
@@ -41,7 +42,6 @@ from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
-    NOT_CALLED,
     TABLE_BROKE,
     Copied,
     LeaderSide,
@@ -55,7 +55,6 @@ from ckptmirror.flow.save.save_parts import (
     agreed_context,
     holdings_of,
     import_formats,
-    left_out_the_call_before,
     reserve_for,
     write_files,
 )
@@ -88,7 +87,6 @@ class Saver:
 
     Attributes:
         last_step: The newest committed step, including the one resumed from; -1 at a start from scratch.
-        called: The step of the last call of ``save``; -1 before the first.
         before_first: Called with the state of a save until it has not raised once.
     """
 
@@ -109,7 +107,6 @@ class Saver:
         self.run_id = run_id
         self.attempt = attempt
         self.last_step = -1
-        self.called = NOT_CALLED
         self.before_first: Callable[[TrainState], None] | None = None
         self._begun = 0  # the number of the last save that all ranks began
         self._given = 0  # the greatest number of such a save, and of this rank's snapshots
@@ -143,8 +140,7 @@ class Saver:
     def _save(self, request: SaveRequest, state: TrainState) -> SaveHandle:
         self._wait_for_earlier()
         handle = SaveHandle(request.step, request.kinds)
-        request = replace(request, number=number_of_save(request.step, self._given), previous=self.called)
-        self.called = request.step
+        request = replace(request, number=number_of_save(request.step, self._given))
         # Python raises KeyboardInterrupt at calls: there is none between this and the try.
         earlier, self._in_flight = self._in_flight, handle
         try:
@@ -273,6 +269,11 @@ class Saver:
         """The save in flight, if there is one."""
         return self._in_flight if self._in_flight is not None and not self._in_flight.is_over else None
 
+    @property
+    def last_called(self) -> int:
+        """The step of the last call of ``save``, also of one that the attempt before made; -1 if there was none."""
+        return self._in_flight.step if self._in_flight is not None else -1
+
     def end(self, timeout_s: float) -> None:
         """Take no more saves, and wait for the last one as :meth:`wait_over` does."""
         self._turn_lock.end(timeout_s)
@@ -388,7 +389,6 @@ class Saver:
             request.step,
             request.kinds,
             request.number,
-            request.previous,
             save_id if self._ranks.rank == 0 else "",
             free,
             holdings_of(copied),
@@ -396,8 +396,6 @@ class Saver:
             self._ranks.lost_torch_group,
         )
         plans = self._ranks.exchange(plan, what="agree on a save", error=failure)
-        if left_out_the_call_before(plan, plans):
-            plans = self._ranks.exchange(plan, what="agree on a save")
         assert isinstance(copied, Copied)
         request = replace(request, number=max(plan.number for plan in plans))
         self._begun, self._given = request.number, max(self._given, request.number)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ckptmirror.ranks.host_copy import HostCopier, Lease
 
 __all__ = [
-    "NOT_CALLED",
     "TABLE_BROKE",
     "Copied",
     "Holdings",
@@ -52,12 +51,10 @@ __all__ = [
     "agreed_context",
     "holdings_of",
     "import_formats",
-    "left_out_the_call_before",
     "reserve_for",
     "write_files",
 ]
 
-NOT_CALLED = -1
 _ROOM_FOR_EXTRA_BYTES = 16 * 1024 * 1024
 TABLE_BROKE = (BrokenTable, NoTable)
 _log = logging.getLogger("ckptmirror.save")
@@ -72,7 +69,6 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     number: int = 0  # within the attempt; set by the saver, and the same on every rank once all begin the save
-    previous: int = NOT_CALLED  # the step of this rank's call before this one; set by the saver
 
 
 def _give_up(error: CkptMirrorError) -> None:
@@ -117,7 +113,6 @@ class Plan:
     step: int
     kinds: tuple[Kind, ...]
     number: int
-    previous: int
     save_id: str
     free: bool
     holds: Holdings = Holdings()
@@ -149,8 +144,8 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stag
             raise RankFailed(
                 f"Rank {other} saves step {theirs.step} {theirs.kinds}, while rank {rank} saves step {ours.step} "
                 f"{ours.kinds}.",
-                hint="Call save() with the same step and kinds on every rank. If a rank left one out, all meet again a "
-                "few saves later. To save now, start the job again.",
+                hint="Call save() with the same step and kinds on every rank. If a rank has left out a save, the ranks "
+                "stay apart, and no later one succeeds: start the job again.",
             )
     if _differ([plan.holds.parameters for plan in plans], stages):
         raise UsageError(
@@ -188,16 +183,6 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stag
         nodes_of_ranks=ranks.nodes_of_ranks,
         stages=stages,
     )
-
-
-def left_out_the_call_before(own: Plan, plans: Sequence[Plan]) -> bool:
-    """Whether the ranks that are not at this rank's step are all at the step of its previous call.
-
-    Then they are one call behind, since this rank left one out: their next call is the one of this step. If only the
-    steps differ, as those of two counters do, no rank is where another was.
-    """
-    elsewhere = {plan.step for plan in plans} - {own.step}
-    return elsewhere == {own.previous} and own.previous < own.step
 
 
 def _differ(hashes: Sequence[str], stages: Stages) -> bool:
