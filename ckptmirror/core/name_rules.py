@@ -6,7 +6,7 @@ Rules:
 * Renaming comes first, then matching, then what is left out: patterns of ``exclude`` are over the model's names.
 * A pattern that matches nothing is a mistake, and is refused with the names closest to it.
 * A command that renames what it loads starts again from saves of its own, which have the new names. There it renames
-  nothing (:meth:`NameRules.for_same_model`).
+  nothing (:meth:`NameRules.for_same_names`).
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class NameRules:
             "rename", "", self.rename if isinstance(self.rename, Mapping) else (), saved, "the save has no"
         )
 
-    def for_same_model(self, names: Collection[str]) -> NameRules:
-        """Return the rules for a start from a save that has just the model's names, shapes and dtypes.
+    def for_same_names(self, names: Collection[str]) -> NameRules:
+        """Return the rules for a start from a save that has just the model's names.
 
         Args:
             names: The names.

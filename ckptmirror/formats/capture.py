@@ -184,8 +184,8 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
         None,
         extra,
         sharded or has_shards(extra),
-        architecture=hash_of_shapes(model),
-        parameters=hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
+        architecture=architecture_of(model),
+        parameters=_hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
         optimizer_holds=_hash_of_holdings(whole["state"]) if whole is not None and not sharded else "",
         left_out=dict(walk_tensors({"ema": ema})),
     )
@@ -226,8 +226,22 @@ def _hashes_of_plain(model: Mapping[str, Any], own: Collection[str]) -> dict[str
     return found
 
 
-def hash_of_shapes(model: Mapping[str, Any]) -> str:
-    """Return a hash of the names, shapes and dtypes of the tensors among these values of a model."""
+def architecture_of(model: Mapping[str, Any]) -> str:
+    """Return two hashes of a model's values: of names, shapes and dtypes; and, after a point, of names alone."""
+    return f"{_hash_of_shapes(model)}.{_hash_of_names(model)}"
+
+
+def has_names_of(architecture: str | None, model: Mapping[str, Any]) -> bool:
+    """Whether what :func:`architecture_of` returned, perhaps in an earlier version, is of a model with these names."""
+    shapes, _, named = (architecture or "").partition(".")
+    return named == _hash_of_names(model) if named else shapes == _hash_of_shapes(model)
+
+
+def _hash_of_names(model: Mapping[str, Any]) -> str:
+    return hashlib.sha256("\n".join(sorted(model)).encode()).hexdigest()
+
+
+def _hash_of_shapes(model: Mapping[str, Any]) -> str:
     lines = sorted(f"{name} {tuple(v.shape)} {v.dtype}" for name, v in model.items() if isinstance(v, torch.Tensor))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

@@ -19,7 +19,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.core.replica_agreement import AVERAGES, BUFFERS, WHOLE, Held, of_stage
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.capture import walk_tensors
-from ckptmirror.formats.tensor_bytes import has_plain_bytes
+from ckptmirror.formats.tensor_bytes import has_memory, has_plain_bytes
 from ckptmirror.sums.digests import sum32_there
 
 __all__ = ["LeftOut", "held_by", "sum_left_out"]
@@ -34,7 +34,7 @@ def sum_left_out(snapshot: Snapshot) -> LeftOut:
     """Sum the tensors that rank 0 saves for this rank; the sums stay on the tensors' devices."""
     found: dict[torch.device, list[tuple[tuple[str, str], torch.Tensor]]] = {}
     for name, tensor in snapshot.left_out.items():
-        if has_plain_bytes(tensor) and (tensor.untyped_storage().nbytes() or not tensor.numel()):
+        if has_plain_bytes(tensor) and has_memory(tensor):
             found.setdefault(tensor.device, []).append(((name, _form(tensor)), sum32_there(tensor)))
     return [([what for what, _ in there], torch.stack([total for _, total in there])) for there in found.values()]
 

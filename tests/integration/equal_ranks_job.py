@@ -155,6 +155,15 @@ def replicas(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, An
     manager.close()
 
 
+def save_with_one_average(rank: int, root: Path) -> str:
+    """Rank 0 has an average of the weights; the other has one without memory."""
+    torch.manual_seed(0)
+    state = TrainState(nn.Linear(2, 2), ema=nn.Linear(2, 2, device="cpu" if rank == 0 else "meta"))
+    with CheckpointManager(root, timeout_s=WAIT_S) as manager:
+        manager.resume(state)
+        return saved(manager, 1, state)[0]
+
+
 class Counting(nn.Linear):
     """A layer that counts, and saves that beside its tensors."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.integration.equal_ranks_job import KINDS, everything_that_happens
+from tests.integration.equal_ranks_job import KINDS, everything_that_happens, save_with_one_average
 from tests.kit.processes import run_ranks
 from tests.kit.roots import whole
 from tests.kit.training import same
@@ -99,6 +99,11 @@ def test_averages_of_the_weights_that_differ_are_named_once_by_one_rank(job: Job
     assert len(lines) == 1
     assert "ema.bias" in lines[0]
     assert "ema.weight" not in lines[0]
+
+
+def test_an_average_that_only_rank_0_keeps_is_nothing_to_compare(tmp_path: Path) -> None:
+    """The others built it on the meta device, to save its memory, and every save was refused."""
+    assert run_ranks(2, save_with_one_average, tmp_path / "root") == ["saved", "saved"]
 
 
 def test_what_get_extra_state_returns_is_named_once_where_it_differs(job: Job) -> None:

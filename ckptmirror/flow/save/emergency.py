@@ -160,7 +160,7 @@ def _write(
     stage: int | None,
 ) -> tuple[str, Meta]:
     """Write this rank's files below ``home`` and its meta last. If the disk is full or fails, remove all of it."""
-    from ckptmirror.formats.capture import hash_of_shapes
+    from ckptmirror.formats.capture import architecture_of
     from ckptmirror.formats.emergency import write_emergency
     from ckptmirror.formats.names import live_values
 
@@ -184,7 +184,7 @@ def _write(
             apart=apart,
             stage=stage,
         )
-        architecture = hash_of_shapes(live_values(state.model)) if stage is None else None
+        architecture = architecture_of(live_values(state.model)) if stage is None else None
         meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag, architecture_hash=architecture)
         files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)
     except _DISK_FAILURES:

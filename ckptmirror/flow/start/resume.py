@@ -247,12 +247,11 @@ def _of_save(meta: Meta, state: TrainState, ranks: Ranks, options: LoadOptions) 
         return options
 
     def renames_nothing() -> NameRules | None:
-        from ckptmirror.formats.capture import hash_of_shapes
+        from ckptmirror.formats.capture import has_names_of
         from ckptmirror.formats.names import live_values
 
         live = live_values(state.model)
-        is_same = hash_of_shapes(live) == meta.architecture_hash
-        return options.rules.for_same_model(live) if is_same else None
+        return options.rules.for_same_names(live) if has_names_of(meta.architecture_hash, live) else None
 
     rules = exchange_result(ranks, renames_nothing, what="compare the names of a save with the model's")
     return replace(options, rules=rules[ranks.rank] or options.rules)

@@ -19,6 +19,7 @@ from ckptmirror.core.model import Kind
 from ckptmirror.formats import TrainState, get_format
 from ckptmirror.formats.capture import (
     capture,
+    has_names_of,
     snapshot_from_tree,
     snapshot_tree,
     walk_tensors,
@@ -79,6 +80,16 @@ def test_the_architecture_hash_follows_names_shapes_and_dtypes_not_values() -> N
     state = make_state(0)
     state.model.half()
     assert first != take(state).architecture
+
+
+def test_a_save_of_a_model_with_other_shapes_has_its_names() -> None:
+    first, live = take(make_state(0)).architecture, live_values(make_state(0, width=8).model)
+    assert has_names_of(first, live)
+    assert not has_names_of(first, {**live, "more": 1})
+    earlier = first.partition(".")[0]
+    assert has_names_of(earlier, live_values(make_state(0).model))
+    assert not has_names_of(earlier, live)
+    assert not has_names_of(None, live)
 
 
 def test_a_snapshot_survives_its_tree() -> None:
