@@ -171,6 +171,24 @@ def test_a_rewind_that_the_second_mirror_does_not_take_stays_on_none(
         assert start.step == (2 if refused == 1 else 1)
 
 
+def test_a_start_that_goes_back_with_a_new_mirror_that_takes_nothing_stays_on_none(
+    server: GcsServerProcess, tmp_path: Path
+) -> None:
+    """The new mirror has no list to take once more: it takes the claim before the others do."""
+    root, first, new = tmp_path / "root", f"file://{tmp_path}/first", f"gs://{BUCKET}/new"
+    (tmp_path / "first").mkdir()
+    saved_run(root, (1, 2), first, kinds=("model",))
+    server.faults([Fault(operation="upload.*", status=403, times=0)])
+    with running(root, first, new, kinds=("model",)) as manager, pytest.raises(NotAuthorised, match="must record"):
+        manager.resume(new_state(), policy=1)
+    server.clear_faults()
+    assert standings(first) == {1: "current", 2: "current"}
+    with running(root, first, new, kinds=("model",)) as manager:
+        start = manager.resume(new_state())
+        assert start is not None
+        assert start.step == 2
+
+
 @pytest.mark.parametrize("mirrored", [True, False])
 def test_a_mirror_that_was_pushed_to_and_is_gone_hinders_nothing(mirrored: bool, tmp_path: Path) -> None:
     root, url = tmp_path / "root", f"file://{tmp_path}/usb/pushed"

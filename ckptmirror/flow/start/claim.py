@@ -233,13 +233,13 @@ class RunClaim:
             StartOver: An attempt or a save has appeared since the survey.
             StoreTemporary: A mirror that must take the claim stopped answering.
         """
-        self._check_takes_writes()
+        in_order = self._in_order()
         self._begins = run_of(seen.evidence) is None
         self._required_by = {one.url: one.number for one in seen.evidence.disk.requirements if not one.is_removed}
         if not self._begins:  # else the first mirror names the run: if two starts begin it at once, one starts over
             self._write_here(self._claim.root_list)
         claimed: set[str] = set()
-        for mirror in self._mirrors:
+        for mirror in in_order:
             error = seen.seen[mirror.url].error if seen.seen[mirror.url].catalog is None else None
             if error is None:
                 try:
@@ -260,26 +260,31 @@ class RunClaim:
             mine = replace(mine, completed=(*mine.completed, self.attempt.id))
         self._write_here(mine)
 
-    def _check_takes_writes(self) -> None:
-        """Check that each mirror that must take a person's attempt takes a write, before the first one lists it.
+    def _in_order(self) -> list[Mirror]:
+        """Return the mirrors in the order in which they take the claim.
 
-        Where all but one list it, an eval host of such a mirror already goes back, and nobody has. A mirror shows it by
-        taking its own list once more.
+        Where all but one list a person's attempt, an eval host of such a mirror already goes back, and nobody has. So
+        each mirror that must take it first shows that it takes writes, by taking its own list once more; one that has
+        no list is the first to take the claim.
 
         Raises:
-            StoreTemporary: One does not, or does not answer any more.
+            StoreTemporary: One does not take it, or does not answer any more.
             NotAuthorised: One refuses it.
         """
         needs = [mirror for mirror in self._mirrors if mirror.url in self._claim.needs]
+        without: list[Mirror] = []
         for mirror in needs if self.attempt.by_person and len(needs) > 1 else ():
             try:
                 there, generation = read_mirror_attempts(mirror, mend=True)
-                if there is not None:
+                if there is None:
+                    without.append(mirror)
+                else:
                     mirror.store.write(names.WRITER_NAME, attempts_to_bytes(there), if_generation=generation)
             except PreconditionFailed:
                 continue  # somebody else writes there
             except CkptMirrorError as error:
                 raise _not_taken_down(mirror, error) from error
+        return [*without, *(mirror for mirror in self._mirrors if mirror not in without)]
 
     def confirm(self, mirror: Mirror, meta: Meta | None = None, *, is_part: bool = False) -> None:
         """Check that this attempt may continue on a mirror, and add it to the mirror's list if it is not there yet.
