@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -41,7 +42,8 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
                 "told": list(done.recorded_on),
                 "untold": done.unreachable,
                 "configured": done.is_configured,
-                "counts_now": done.counts_now.id if done.counts_now is not None else None,
+                "continued_from": done.before.step if done.before is not None else None,
+                "continues_from": done.after.step if done.after is not None else None,
             }
         )
         return 0
@@ -53,13 +55,12 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
     print(f"{no_longer}. It {would or 'now '}{requires} {left}.")
     for one, why in done.unreachable.items():
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
-    if done.counts_now is not None:
-        parent = done.counts_now.parent
-        where = f"step {parent.step}" if parent is not None else "the beginning"
+    if done.before is not None and (done.after is None or done.after.save_id != done.before.save_id):
+        where = f"from step {done.after.step}" if done.after is not None else "at step 0"
+        back = f"ckptmirror rewind --root {quote(str(root))} --save {done.before.save_id[:8]}"
         print(
-            f"Somebody went back to {where}, perhaps in vain: it is not known here whether {done.url} recorded that. "
-            f"Without it the next start continues from {where}. To continue from a newer save, which `ckptmirror ls` "
-            "calls superseded, run `ckptmirror rewind --save`.",
+            f"Without it the next start continues {where}, not from step {done.before.step}: somebody went back, as "
+            f"the other mirrors say. To continue from step {done.before.step}, run `{back}`.",
             file=sys.stderr,
         )
     if done.is_configured and not done.left:

@@ -105,7 +105,7 @@ class NameRules:
                 + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
                 hint="Build the model with the configuration that the meta names (its `training_config`).",
             )
-        if missing and not elsewhere and not any(name in by_live for name in live):
+        if missing and not elsewhere and not {*live} & {*matched.values()}:
             raise UsageError(
                 f"No tensor of the save is one of the model's: the save has {_some(list(first))}, and the model "
                 f"{_some(missing)}.",

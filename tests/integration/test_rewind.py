@@ -164,7 +164,7 @@ def test_a_rewind_that_the_second_mirror_does_not_take_stays_on_none(
     assert standings(first) == {1: "current", 2: "current" if refused == 1 else "superseded"}
     forgotten = run("forget-mirror", "--root", root, "--url", second, env=server.environment)
     assert forgotten.returncode == 0
-    assert ("Somebody went back to step 1, perhaps in vain" in forgotten.stderr) == (refused == 2)
+    assert ("the next start continues from step 1, not from step 2" in forgotten.stderr) == (refused == 2)
     with running(root, first, kinds=("model",)) as manager:
         start = manager.resume(new_state())
         assert start is not None

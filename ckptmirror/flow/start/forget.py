@@ -13,24 +13,33 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_to_bytes
 from ckptmirror.core.errors import CheckpointNotFound, CkptMirrorError, ConfigError, PreconditionFailed, Temporary
-from ckptmirror.core.model import Attempt, AttemptList, new_id
-from ckptmirror.core.start.lineage import merge_attempts, removal
+from ckptmirror.core.model import AttemptList, Requirement, new_id
+from ckptmirror.core.start.attempts import count
+from ckptmirror.core.start.evidence import ANYWHERE
+from ckptmirror.core.start.lineage import SaveFacts, merge_attempts, removal
 from ckptmirror.flow.places.attempt_lists import check_can_sign, listed_attempts, read_mirror_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, open_mirrors, set_mirrors
+from ckptmirror.flow.start.disk_facts import look_at_disk
+from ckptmirror.flow.start.survey import survey
 from ckptmirror.local import files
 from ckptmirror.local.lock import RootLock
+from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.table_place import open_known_table
+from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import normalise_url
 
 __all__ = ["Forgotten", "forget_mirror"]
+
+_log = logging.getLogger("ckptmirror.forget")
 
 
 @dataclass(frozen=True)
@@ -44,8 +53,9 @@ class Forgotten:
         unreachable: The mirrors that do not answer, with the reason; the next start records it there.
         is_configured: Whether the root's last start used it, so that the configuration must change too.
         was_required: Whether the run required it.
-        counts_now: A person's attempt that this mirror may not have taken, and that counts without it: the next start
-            continues from its parent. None if there is none.
+        before: The newest save of the lineage while the run requires it, as far as the other places know; or None.
+        after: The same without the mirror. It is another one if somebody went back, and no other mirror is known not to
+            have recorded that.
     """
 
     url: str
@@ -54,7 +64,8 @@ class Forgotten:
     unreachable: dict[str, str]
     is_configured: bool
     was_required: bool
-    counts_now: Attempt | None = None
+    before: SaveFacts | None = None
+    after: SaveFacts | None = None
 
 
 def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
@@ -88,7 +99,7 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
             mirrors = open_mirrors(specs, root, table)
             try:
                 is_configured = url in {row.url for row in rows} - pushed
-                forgotten = _forget(root, url, mirrors, is_configured, dry_run, was_pushed=url in pushed)
+                forgotten = _forget(root, table, url, mirrors, is_configured, dry_run, was_pushed=url in pushed)
             finally:
                 close_mirrors(mirrors)
             if url in pushed and not dry_run:
@@ -101,7 +112,14 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
 
 
 def _forget(
-    root: Path, url: str, mirrors: Iterable[Mirror], is_configured: bool, dry_run: bool, *, was_pushed: bool
+    root: Path,
+    table: UploadsTable,
+    url: str,
+    mirrors: Sequence[Mirror],
+    is_configured: bool,
+    dry_run: bool,
+    *,
+    was_pushed: bool,
 ) -> Forgotten:
     here = listed_attempts(root)
     lists: dict[str, tuple[AttemptList, int]] = {}
@@ -128,24 +146,32 @@ def _forget(
     left = tuple(sorted(named - {url}))
     if not every:  # no start has succeeded yet: no list can require it
         return Forgotten(url, left, (), unreachable, is_configured, url in named)
-    out = AttemptList(every[0].run_id, requirements=(removal(url, every),))
+    removed = removal(url, every)
+    out = AttemptList(every[0].run_id, requirements=(removed,))
+    before: SaveFacts | None = None
+    after: SaveFacts | None = None
+    try:
+        before, after = _newest_saves(root, table, mirrors, removed)
+    except CkptMirrorError as error:  # it only tells what the next start will find out
+        _log.debug("where the next start continues is not known: %s", error)
     if here is not None and not dry_run:
         data = attempts_to_bytes(merge_attempts(here, out))
         files.write_bytes(root / names.ATTEMPTS_NAME, data, save_id=new_id(), replace=True)
     for one, (listed, generation) in lists.items():
         if not dry_run:
             _record(by_url[one], merge_attempts(listed, out), generation)
-    counts_now = _counts_without(url, here, [listed for listed, _ in lists.values()])
-    return Forgotten(url, left, tuple(lists), unreachable, is_configured, url in named, counts_now)
+    return Forgotten(url, left, tuple(lists), unreachable, is_configured, url in named, before, after)
 
 
-def _counts_without(url: str, here: AttemptList | None, mirrors: Sequence[AttemptList]) -> Attempt | None:
-    """Return the run's newest attempt if it is a person's that was perhaps refused where ``url`` is."""
-    listed = {one.id: one for attempts in mirrors for one in attempts.attempts}
-    newest = max(listed.values(), key=lambda one: (one.number, one.id), default=None)
-    if newest is None or not newest.by_person or url not in newest.required:
-        return None
-    return newest if here is None or newest.id not in here.completed else None
+def _newest_saves(
+    root: Path, table: UploadsTable, mirrors: Sequence[Mirror], out: Requirement
+) -> tuple[SaveFacts | None, SaveFacts | None]:
+    """Return the newest save of the lineage as it is, and as it will be without the mirror."""
+    evidence = survey([look_at_disk(root, table, read_root_id(root))], mirrors).without({ANYWHERE}).evidence
+    disk = replace(evidence.disk, requirements=(*evidence.disk.requirements, out))
+    orders = [count(one).order.in_order() for one in (evidence, replace(evidence, rows=(disk, *evidence.rows[1:])))]
+    before, after = (order[-1] if order else None for order in orders)
+    return before, after
 
 
 def _record(mirror: Mirror, wanted: AttemptList, generation: int) -> None:
