@@ -526,6 +526,12 @@ def test_who_signs_without_demanding_signatures_signs_nobody_elses_part(
     (meta,) = [record for record in place.records() if record.role == "meta"]
     assert said in (meta.reason or "")
     place.close()
+    if signed == "so":
+        believed = make_key(tmp_path / "later")["verify_keys"][0]
+        for verb in ("ls", "verify"):
+            ended = run(verb, url, env={"CKPTMIRROR_VERIFY_KEYS": str(believed)})
+            assert "It is signed, but not by a key in verify_keys" in ended.stdout + ended.stderr
+            assert "waits for" not in ended.stdout + ended.stderr, "the parts are those of a save that is committed"
 
 
 def test_who_signs_without_demanding_signatures_signs_no_meta_that_somebody_planted(

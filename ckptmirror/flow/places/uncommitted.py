@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptmirror.core import names
-from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, ObjectNotFound, StorePermanent
+from ckptmirror.core.codec import meta_from_bytes, meta_or_tombstone_from_bytes
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, NotSigned, ObjectNotFound, StorePermanent
 from ckptmirror.core.model import Meta
 from ckptmirror.core.uncommitted import ROLES, PartsThere, Uncommitted, parts_there, uncommitted_save
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, Catalog, mirror_catalog
@@ -56,7 +56,7 @@ def uncommitted_saves(
     if step is not None:
         prefix = f"{names.PARTS_DIR}/meta_{names.SaveName(step).stem}-"
         listed = tuple(info.name for info in mirror.store.list(prefix))
-    waiting = parts_there(listed, catalog.known)
+    waiting = [one for one in parts_there(listed, catalog.known) if not _is_committed(mirror, catalog, one)]
     objects = {at: _objects_of_step(mirror, at) for at in dict.fromkeys(one.step for one in waiting)}
     claimed = {artifact.object_name for meta in catalog.metas() for artifact in meta.artifacts}
     found = []
@@ -67,6 +67,22 @@ def uncommitted_saves(
         there = replace(one, names=read) if with_parts else one
         found.append(uncommitted_save(there, parts, objects[one.step], claimed, is_alone=is_alone))
     return found
+
+
+def _is_committed(mirror: Mirror, catalog: Catalog, there: PartsThere) -> bool:
+    """Whether the save has a meta that is signed, but not by a key that this process believes."""
+    for name in (names.SaveName(there.step, tag).meta for tag in ("", there.digits)):
+        if name not in catalog.problems:
+            continue
+        data = mirror.store.read(name, limit_bytes=META_LIMIT_BYTES)[0]
+        try:
+            meta_or_tombstone_from_bytes(data)
+        except NotSigned:
+            if there.digits.encode() in data:  # nobody vouches for it, and this only tells whom a person has to ask
+                return True
+        except IntegrityError:
+            continue
+    return False
 
 
 def read_parts(mirror: Mirror, there: PartsThere, unread: dict[str, CkptMirrorError] | None = None) -> list[Meta]:
