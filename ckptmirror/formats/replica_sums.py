@@ -81,7 +81,7 @@ def held_by(
 def _group(name: str, snapshot: Snapshot) -> str:
     if name in snapshot.buffers:
         return BUFFERS
-    return AVERAGES if name.startswith(f"{_AVERAGE}.") else WHOLE
+    return AVERAGES if name.partition(".")[0] == _AVERAGE else WHOLE
 
 
 def _form(tensor: torch.Tensor) -> str:

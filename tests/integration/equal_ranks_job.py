@@ -155,11 +155,26 @@ def replicas(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, An
     manager.close()
 
 
-def save_with_one_average(rank: int, root: Path) -> str:
-    """Rank 0 has an average of the weights; the other has one without memory."""
+class Flat:
+    """Averages in one tensor."""
+
+    def __init__(self, rank: int) -> None:
+        self.shadow = torch.full((3,), float(rank))
+
+    def state_dict(self) -> torch.Tensor:
+        return self.shadow
+
+    def load_state_dict(self, state: torch.Tensor) -> None:
+        self.shadow = state
+
+
+def save_with_average(rank: int, root: Path, form: str, kinds: tuple[Kind, ...] = ("dcp", "model")) -> str:
+    """An average that only rank 0 keeps, and the other has without memory; or one in a single tensor, that differs."""
     torch.manual_seed(0)
-    state = TrainState(nn.Linear(2, 2), ema=nn.Linear(2, 2, device="cpu" if rank == 0 else "meta"))
-    with CheckpointManager(root, timeout_s=WAIT_S) as manager:
+    model = nn.Linear(2, 2)
+    average: Any = Flat(rank) if form == "one tensor" else nn.Linear(2, 2, device="cpu" if rank == 0 else "meta")
+    state = TrainState(model, ema=average)
+    with CheckpointManager(root, kinds=kinds, timeout_s=WAIT_S) as manager:
         manager.resume(state)
         return saved(manager, 1, state)[0]
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.integration.equal_ranks_job import KINDS, everything_that_happens, save_with_one_average
+from ckptmirror.core.model import Kind
+from tests.integration.equal_ranks_job import KINDS, everything_that_happens, save_with_average
 from tests.kit.processes import run_ranks
 from tests.kit.roots import whole
 from tests.kit.training import same
@@ -103,7 +104,12 @@ def test_averages_of_the_weights_that_differ_are_named_once_by_one_rank(job: Job
 
 def test_an_average_that_only_rank_0_keeps_is_nothing_to_compare(tmp_path: Path) -> None:
     """The others built it on the meta device, to save its memory, and every save was refused."""
-    assert run_ranks(2, save_with_one_average, tmp_path / "root") == ["saved", "saved"]
+    assert run_ranks(2, save_with_average, tmp_path / "root", "of rank 0") == ["saved", "saved"]
+
+
+@pytest.mark.parametrize("kinds", KINDS.values())
+def test_an_average_that_is_one_tensor_is_compared_as_averages_are(kinds: tuple[Kind, ...], tmp_path: Path) -> None:
+    assert run_ranks(2, save_with_average, tmp_path / "root", "one tensor", kinds) == ["saved", "saved"]
 
 
 def test_what_get_extra_state_returns_is_named_once_where_it_differs(job: Job) -> None:

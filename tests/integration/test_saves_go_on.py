@@ -16,6 +16,7 @@ from tests.nodes.jobs import WAIT_S, built, train
 pytestmark = pytest.mark.long
 
 STEPS = 8
+CLOSE = 99
 
 
 class CannotBeSaved:
@@ -36,7 +37,10 @@ def train_on(rank: int, base: str, nodes: str, fails: dict[int, int]) -> list[in
             manager.save(step, state)
         except CkptMirrorError:
             raised.append(step)
-    manager.close()
+    try:
+        manager.close()
+    except CkptMirrorError:
+        raised.append(CLOSE)
     return raised
 
 
@@ -50,3 +54,9 @@ def test_a_failure_of_one_rank_is_raised_on_each_once_and_costs_two_saves(nodes:
     raised = run_ranks(3, train_on, str(tmp_path), nodes, {3: 1})
     assert raised == [[4], [3], [4]]
     assert saved(tmp_path) == [1, 2, 5, 6, 7, 8]
+
+
+def test_a_last_save_that_failed_so_is_raised_at_the_end(tmp_path: Path) -> None:
+    raised = run_ranks(3, train_on, str(tmp_path), "aab", {STEPS - 1: 1})
+    assert raised == [[STEPS], [STEPS - 1, CLOSE], [STEPS]]
+    assert saved(tmp_path) == list(range(1, STEPS - 1))

@@ -5,7 +5,7 @@ Rules:
   good.
 * Every wait has a limit.
 * If the caller did not wait for a save that failed, the next ``save`` raises the error, and so fails on the others.
-  They do not raise that once more: ranks whose callers go on after an error would do so in turn, for ever.
+  Their next one does not raise that once more: ranks whose callers go on after an error would do so in turn, for ever.
 * A save that finds the disk full does not stop the training: it is skipped, and the error is raised at the end
   (:func:`raise_skipped`).
 """
@@ -217,6 +217,11 @@ class SaveHandle:
     def unobserved(self) -> BaseException | None:
         """Return the failure that no caller has seen, if there is one."""
         return None if self._observed else self._error
+
+    @property
+    def is_told_elsewhere(self) -> bool:
+        """Whether it failed only because another rank's caller was told of an earlier failure."""
+        return isinstance(self._error, CkptMirrorError) and self._error.is_seen
 
     def raise_unobserved(self) -> None:
         """Raise the failure once, if no caller has seen it and the save was not skipped.

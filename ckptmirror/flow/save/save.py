@@ -184,7 +184,7 @@ class Saver:
         return copied
 
     def _refuse(self, request: SaveRequest, earlier: SaveHandle | None) -> None:
-        if earlier is not None:
+        if earlier is not None and not earlier.is_told_elsewhere:
             earlier.raise_unobserved()
         if self._before_each is not None:
             self._before_each()
@@ -365,8 +365,6 @@ class Saver:
             if is_skipped and self._leader is not None:
                 self._leader.on_skipped(request.step, str(error))
         finally:
-            if isinstance(error, CkptMirrorError) and error.is_seen:
-                handle.observed()
             if is_skipped:  # a new error: the frames of this one hold the host copy, and skipped saves are kept
                 error = LocalStorageFull(str(error), hint=getattr(error, "hint", None))
                 self._skipped.append(handle)

@@ -307,8 +307,8 @@ class ReplicaCheck:
             if ranks.rank == 0:
                 save_logger(_log, context.name).warning(
                     "the ranks hold different values of %s: this save and later ones keep rank 0's, because replicas "
-                    "that train together continue from rank 0's. If each shall get back its own, declare them with "
-                    "TrainState(per_rank=...)",
+                    "that train together continue from rank 0's. If each shall get back its own, declare the model's "
+                    "names with TrainState(per_rank=...)",
                     _some(names),
                 )
         if found:
