@@ -74,13 +74,14 @@ def _is_committed(mirror: Mirror, catalog: Catalog, there: PartsThere) -> bool:
     for name in (names.SaveName(there.step, tag).meta for tag in ("", there.digits)):
         if name not in catalog.problems:
             continue
-        data = mirror.store.read(name, limit_bytes=META_LIMIT_BYTES)[0]
+        data = b""
         try:
+            data = mirror.store.read(name, limit_bytes=META_LIMIT_BYTES)[0]
             meta_or_tombstone_from_bytes(data)
         except NotSigned:
             if there.digits.encode() in data:  # nobody vouches for it, and this only tells whom a person has to ask
                 return True
-        except IntegrityError:
+        except (IntegrityError, ObjectNotFound, StorePermanent):  # the problem says so
             continue
     return False
 
