@@ -128,14 +128,24 @@ class DcpFormat:
 
 
 FORMAT = DcpFormat()
+_IS_ALONE = "torch.distributed is (disabled|unavailable)"
+
+
+def _hush_torch() -> None:
+    """Let torch not say at every save of one process that it is alone.
+
+    The filter is not restored, since other threads may change filters meanwhile. It is set only if it is not there: with
+    each, Python forgets which warnings it has shown.
+    """
+    if not any(getattr(said, "pattern", "") == _IS_ALONE for _, said, *_ in warnings.filters):
+        warnings.filterwarnings("ignore", message=_IS_ALONE)
 
 
 def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) -> dict[str, Digest]:
     group = context.torch_group
     state = _layout(snapshot, context.stage)
     if group is None:
-        # Said at every save of one process. The filter is not restored: other threads may change filters meanwhile.
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+        _hush_torch()
     try:
         # A second checksum of every byte costs most of the CPU time of a write. Only torch reads these files, and it
         # does not check it; what is checked is the artifact's crc32c. The setting is this thread's alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -211,6 +212,26 @@ def test_adding_a_kind_to_a_step_is_another_save_of_it(tmp_path: Path, caplog: p
         start = manager.resume(new_state(1))
         assert start is not None
         assert (start.step, start.kind) == (3, "model")
+
+
+_WARNS = """
+import sys, warnings, torch
+from ckptmirror import CheckpointManager, TrainState
+state = TrainState(torch.nn.Linear(1, 1))
+with CheckpointManager(sys.argv[1], kinds=("dcp",)) as manager:
+    manager.resume(state)
+    for step in (1, 2, 3, 4):
+        warnings.warn("the user's")
+        manager.save(step, state).wait()
+"""
+
+
+def test_saves_do_not_make_python_show_a_warning_of_the_user_again(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", _WARNS, tmp_path / "root"], capture_output=True, text=True, timeout=120, check=True
+    ).stderr
+    assert said.count("UserWarning: the user's") == 2  # the first save adds the filter
+    assert "torch.distributed is" not in said
 
 
 def test_identical_consecutive_saves_warn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
