@@ -134,8 +134,8 @@ _IS_ALONE = "torch.distributed is (disabled|unavailable)"
 def _hush_torch() -> None:
     """Let torch not say at every save of one process that it is alone.
 
-    The filter is not restored, since other threads may change filters meanwhile. It is set only if it is not there: with
-    each, Python forgets which warnings it has shown.
+    The filter is not restored, since other threads may change filters meanwhile. It is set only if it is not there:
+    with each, Python forgets which warnings it has shown.
     """
     if not any(getattr(said, "pattern", "") == _IS_ALONE for _, said, *_ in warnings.filters):
         warnings.filterwarnings("ignore", message=_IS_ALONE)
