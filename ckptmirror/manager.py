@@ -581,7 +581,9 @@ class CheckpointManager:
         except BackgroundSaveFailed as error:
             if not is_stopped() or self._snapshot_step < saver.last_called:
                 raise
-            _log.error("%s The emergency snapshot of step %d followed.", error, self._snapshot_step)
+            save_logger(_log, step=saver.last_called, rank=self.ranks.rank).error(
+                "%s; the emergency snapshot of step %d followed", error.message.rstrip("."), self._snapshot_step
+            )
         saver.release()
 
     def _skipped_newest(self) -> bool:

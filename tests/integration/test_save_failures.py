@@ -297,7 +297,7 @@ def test_a_failed_save_does_not_count_if_the_run_was_stopped_and_a_snapshot_foll
         manager.save_emergency_checkpoint(snapshot, state)
     if stops and snapshot is not None:
         manager.close(stop=stop)
-        assert "The emergency snapshot of step 3 followed" in caplog.text
+        assert "; the emergency snapshot of step 3 followed" in caplog.text
     else:
         with pytest.raises(BackgroundSaveFailed, match="The save of step 2 failed"):
             manager.close(stop=stop)
