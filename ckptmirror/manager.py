@@ -318,6 +318,7 @@ class CheckpointManager:
             leader,
             self._skipped,
             self._stages,
+            renamed=options.rules.mark,
             before_each=self._rank_lock.retake if self._rank_lock is not None else None,
         )
         self._saver.follow(self._last_before)
@@ -441,6 +442,7 @@ class CheckpointManager:
             persistent_dir=self._persistent_dir,
             apart=saver.replicas.differ,
             stage=self._stages.of(self.ranks.rank),
+            renamed=saver.renamed,
             in_flight=saver.in_flight,
         )
         self._snapshot_step = step
@@ -579,12 +581,20 @@ class CheckpointManager:
         try:
             saver.end(timeout_s)
         except BackgroundSaveFailed as error:
-            if not is_stopped() or self._snapshot_step < saver.last_called:
+            newest = max(self._snapshot_step, saver.last_step)
+            if not is_stopped() or not self._is_followed(saver):
                 raise
-            save_logger(_log, step=saver.last_called, rank=self.ranks.rank).error(
-                "%s; the emergency snapshot of step %d followed", error.message.rstrip("."), self._snapshot_step
+            save_logger(_log, saver.last, rank=self.ranks.rank).error(
+                "%s; step %d followed, and the run was asked to stop", error.message.rstrip("."), newest
             )
         saver.release()
+
+    def _is_followed(self, saver: Saver) -> bool:
+        """Whether an emergency snapshot, or what the attempt continued from, came after the last call of ``save``."""
+        last = saver.last
+        if last is None or last is not self._last_before:
+            return last is not None and self._snapshot_step >= last.step
+        return self._snapshot_step >= 0 or saver.last_step > last.step
 
     def _skipped_newest(self) -> bool:
         """Whether a save was skipped and no save or emergency snapshot followed it."""

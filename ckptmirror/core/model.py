@@ -199,7 +199,8 @@ class Meta:
         world_size: Number of ranks that wrote the save.
         nodes: Number of nodes; ``node`` is this one, from 0, or ``ALL_NODES`` in a meta merged from all nodes' parts.
         training_config: The user's plain values.
-        architecture_hash: Hash of the model's names, shapes and dtypes, and of its names alone; None if unknown.
+        architecture_hash: Hash of the model's names, shapes and dtypes; after a point, a mark of the attempt's
+            ``rename`` (:func:`~ckptmirror.core.name_rules.marked`). None if neither is known.
         metrics: User metrics; NaN and infinities are not allowed.
         fields: User fields, plain JSON (a tracker's run id, ...).
         created_at_utc: ISO 8601 text, for people only; nothing is ordered by it.

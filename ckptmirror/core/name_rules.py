@@ -5,22 +5,22 @@ Rules:
   ``*`` also matches dots; ``exclude`` has it after ``model.``.
 * Renaming comes first, then matching, then what is left out: patterns of ``exclude`` are over the model's names.
 * A pattern that matches nothing is a mistake, and is refused with the names closest to it.
-* A command that renames what it loads starts again from saves of its own, which have the new names. There it renames
-  nothing (:meth:`NameRules.for_same_names`).
+* A command that renames what it loads starts again from saves of its own, which have the new names. Their metas have a
+  mark of its ``rename``, which is not done once more there (:meth:`NameRules.for_save`). Names alone would not tell.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 
-__all__ = ["ALL_NAMES", "NameRules", "Rename", "name_rules", "parts_alone"]
+__all__ = ["ALL_NAMES", "NameRules", "Rename", "marked", "name_rules", "parts_alone"]
 
 Rename = Mapping[str, str] | Callable[[str], str]
 _PREFIX = "model."
@@ -147,29 +147,15 @@ class NameRules:
             "rename", "", self.rename if isinstance(self.rename, Mapping) else (), saved, "the save has no"
         )
 
-    def for_same_names(self, names: Collection[str]) -> NameRules:
-        """Return the rules for a start from a save that has just the model's names.
+    @property
+    def mark(self) -> str:
+        """Tells this ``rename`` from others, as 16 hex digits; "" if there is none."""
+        return hashlib.sha256(repr(_telling(self.rename)).encode()).hexdigest()[:16] if self.rename else ""
 
-        Args:
-            names: The names.
-
-        Raises:
-            UsageError: ``rename`` only exchanges these names: whether it has been done cannot be seen.
-        """
-        new: set[str] = set()
-        is_same = True
-        with suppress(UsageError):  # the function knows only the old names
-            for name in names:
-                new.add(there := self.renamed(name))
-                is_same = is_same and there == name
-        if not is_same and new == set(names):
-            raise UsageError(
-                "rename exchanges names that the model and the save both have: whether that was done before the save "
-                "cannot be seen.",
-                hint="Start without rename; or load an earlier save under the new names, once: "
-                "manager.load(state, <save>, rename=...).",
-            )
-        return replace(self, rename={})
+    def for_save(self, architecture: str | None) -> NameRules:
+        """Return the rules for a start from a save with this ``architecture_hash``, whose names may be the new ones."""
+        is_done = bool(self.rename) and (architecture or "").partition(".")[2] == self.mark
+        return replace(self, rename={}) if is_done else self
 
     def _check_used(self, what: str, prefix: str, patterns: Iterable[str], names: Collection[str], has: str) -> None:
         for pattern in patterns:
@@ -199,6 +185,22 @@ def name_rules(exclude: Collection[str] = (), rename: Any = None, *, strict: boo
         raise _bad_rename(f"rename is {rename!r}")
     patterns = tuple(one.removeprefix(_PREFIX) for one in exclude if _is_pattern(one))
     return NameRules(patterns, rename if rename is not None else {}, bool(strict))
+
+
+def marked(architecture: str | None, mark: str) -> str | None:
+    """Return the ``architecture_hash`` of a save of an attempt that began with the ``rename`` of this mark."""
+    return f"{architecture or ''}.{mark}" if mark else architecture
+
+
+def _telling(rename: Rename) -> Any:
+    """Return what tells a rename from another: its pairs in order; or a function's name, code and plain closure."""
+    if isinstance(rename, Mapping):
+        return list(rename.items())
+    code = getattr(rename, "__code__", None)
+    cells = [cell.cell_contents for cell in getattr(rename, "__closure__", None) or ()]
+    constants = [one for one in (*getattr(code, "co_consts", ()), *cells) if isinstance(one, str | int | tuple | None)]
+    name = getattr(rename, "__qualname__", type(rename).__qualname__)
+    return name, getattr(code, "co_code", b""), getattr(code, "co_names", ()), constants
 
 
 def parts_alone(exclude: Any) -> Any:

@@ -8,8 +8,8 @@ Rules:
   different pieces.
 * First each rank sends a few digests. Only if those differ, one rank of each side sends its full list.
 * Of a model in stages, the ranks of one stage are compared.
-* :data:`BUFFERS` and :data:`AVERAGES` may differ: each replica of a data-parallel model has its own running averages,
-  but continues from those of rank 0, the only ones that are saved. A difference is told once.
+* :data:`BUFFERS`, :data:`PLAIN` and :data:`AVERAGES` may differ: each replica of a data-parallel model has its own
+  running averages, but continues from those of rank 0, the only ones that are saved. A difference is told once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 __all__ = [
     "AVERAGES",
     "BUFFERS",
+    "PLAIN",
     "WHOLE",
     "Digests",
     "Held",
@@ -38,6 +39,8 @@ WHOLE = ""
 """The group of the tensors that every rank holds whole; shards are grouped by how they are sharded."""
 BUFFERS = "buffers"
 """The group of what a model holds beside its parameters, which rank 0 alone saves."""
+PLAIN = "plain values"
+"""The group of what ``get_extra_state()`` returns beside tensors, which rank 0 alone saves."""
 AVERAGES = "averages"
 """The group of the averages of the weights, where rank 0 alone saves them."""
 _OF_STAGE = " of stage "
@@ -53,7 +56,7 @@ class Held:
     """A tensor, or a piece of one, that a rank holds.
 
     Attributes:
-        group: :data:`WHOLE`, :data:`BUFFERS` or :data:`AVERAGES` if every rank holds all of it; else how it is sharded.
+        group: One of the groups above if every rank holds all of it; else how it is sharded.
         name: Its dotted name.
         piece: Which piece of the whole it is, "" for all of it.
         value: Shape, dtype and sums of the bytes.
@@ -72,7 +75,7 @@ def of_stage(group: str, stage: int | None) -> str:
 
 def may_differ(group: str) -> bool:
     """Whether the tensors of a group may differ between ranks, because rank 0's are saved for all."""
-    return group.partition(_OF_STAGE)[0] in (BUFFERS, AVERAGES)
+    return group.partition(_OF_STAGE)[0] in (BUFFERS, PLAIN, AVERAGES)
 
 
 def digests_of(held: Iterable[Held]) -> Digests:

@@ -46,7 +46,7 @@ class Snapshot:
         buffers: The dotted names of the model's tensors that are neither parameters nor shards: rank 0's are saved.
         left_out: By dotted name, the live tensors that rank 0 saves for this rank.
         plain: By dotted name, a hash of what is no tensor in a value of the model; empty if no other rank compares it.
-        architecture: Hashes of the full model's names, shapes and dtypes: equal on every rank, however it is sharded.
+        architecture: Hash of the full model's names, shapes and dtypes: equal on every rank, however it is sharded.
         parameters: The same of the parameters alone, without prefixes of wrappers.
         optimizer_holds: Hash of what the optimizer has state of; "" if it is sharded, or if there is none.
     """

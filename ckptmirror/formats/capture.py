@@ -42,7 +42,7 @@ from ckptmirror.formats.state_tree import has_position, position_of, state_of, w
 from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS, is_wrapper
 from ckptmirror.formats.train_state import PARTS, SETTINGS, TrainState, check_state
 from ckptmirror.formats.versions import KEY, clean_versions, to_text
-from ckptmirror.formats.weights_only_values import encode, has_shards
+from ckptmirror.formats.weights_only_values import MARK, encode, has_shards
 from ckptmirror.untrusted.read_limits import too_deep
 
 __all__ = ["HAS_OPTIMIZER", "capture", "capture_local", "snapshot_from_tree", "snapshot_tree", "walk_tensors"]
@@ -184,7 +184,7 @@ def _capture_local(state: TrainState, *, step: int, with_ema: bool) -> Snapshot:
         None,
         extra,
         sharded or has_shards(extra),
-        architecture=architecture_of(model),
+        architecture=_hash_of_shapes(model),
         parameters=_hash_of_shapes({bare(name): p for name, p in state.model.named_parameters()}),
         optimizer_holds=_hash_of_holdings(whole["state"]) if whole is not None and not sharded else "",
         left_out=dict(walk_tensors({"ema": ema})),
@@ -214,31 +214,32 @@ def walk_tensors(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _hashes_of_plain(model: Mapping[str, Any], own: Collection[str]) -> dict[str, str]:
-    """Return a hash of what ``get_extra_state()`` returned beside tensors, but for names of each rank's own."""
+    """Return a hash of what ``get_extra_state()`` returned beside tensors, but for names of each rank's own.
+
+    Values of which not each part can be compared as text, such as sets and objects, have none.
+    """
     found = {}
     for name, value in model.items():
-        if isinstance(value, torch.Tensor) or name in own:
-            continue
-        digest = hashlib.blake2b(digest_size=16)
-        for path, leaf in placed_leaves(value):
-            digest.update(repr((path, leaf if not isinstance(leaf, torch.Tensor) else None)).encode())
-        found[f"model.{name}"] = digest.hexdigest()
+        if not isinstance(value, torch.Tensor) and name not in own and (text := _text_of_plain(value)) is not None:
+            found[f"model.{name}"] = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     return found
 
 
-def architecture_of(model: Mapping[str, Any]) -> str:
-    """Return two hashes of a model's values: of names, shapes and dtypes; and, after a point, of names alone."""
-    return f"{_hash_of_shapes(model)}.{_hash_of_names(model)}"
-
-
-def has_names_of(architecture: str | None, model: Mapping[str, Any]) -> bool:
-    """Whether what :func:`architecture_of` returned, perhaps in an earlier version, is of a model with these names."""
-    shapes, _, named = (architecture or "").partition(".")
-    return named == _hash_of_names(model) if named else shapes == _hash_of_shapes(model)
-
-
-def _hash_of_names(model: Mapping[str, Any]) -> str:
-    return hashlib.sha256("\n".join(sorted(model)).encode()).hexdigest()
+def _text_of_plain(value: Any) -> str | None:
+    """Return a text that equal values share; tensors are left out. None if there may be none."""
+    if isinstance(value, torch.Tensor):
+        return ""
+    if value is None or type(value) in (bool, int, float, str, bytes):
+        return repr(value)
+    if type(value) in (list, tuple):
+        parts = [_text_of_plain(one) for one in value]
+    elif type(value) is dict and MARK not in value:
+        keys = sorted(value, key=repr)
+        parts = [text for key in keys for text in (_text_of_plain(key), _text_of_plain(value[key]))]
+    else:
+        return None
+    known = [part for part in parts if part is not None]
+    return f"{type(value).__name__}({','.join(known)})" if len(known) == len(parts) else None
 
 
 def _hash_of_shapes(model: Mapping[str, Any]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptmirror.core import per_rank
 from ckptmirror.core.model import Kind
-from ckptmirror.core.replica_agreement import AVERAGES, BUFFERS, WHOLE, Held, of_stage
+from ckptmirror.core.replica_agreement import AVERAGES, BUFFERS, PLAIN, WHOLE, Held, of_stage
 from ckptmirror.formats.base import Snapshot
 from ckptmirror.formats.capture import walk_tensors
 from ckptmirror.formats.tensor_bytes import has_memory, has_plain_bytes
@@ -71,7 +71,7 @@ def held_by(
             group, piece = _group(name, snapshot), ""
             sums = f"{entry['sum32']}" if once or group != WHOLE else f"{entry['sum32']} {entry['crc32c']}"
         held.append(Held(of_stage(group, stage), name, piece, f"{_form(tensor)} {sums}"))
-    held += [Held(of_stage(BUFFERS, stage), name, "", digest) for name, digest in snapshot.plain.items()]
+    held += [Held(of_stage(PLAIN, stage), name, "", digest) for name, digest in snapshot.plain.items()]
     for names, totals in left_out:
         for (name, form), total in zip(names, totals.tolist(), strict=True):
             held.append(Held(of_stage(_group(name, snapshot), stage), name, "", f"{form} {total & 0xFFFFFFFF}"))

@@ -12,6 +12,7 @@ from torch import nn
 
 from ckptmirror import TrainState
 from ckptmirror.core.errors import CkptMirrorError, UsageError
+from ckptmirror.core.name_rules import NameRules, marked
 from tests.kit.processes import run_ranks
 from tests.kit.training import running, same
 
@@ -114,23 +115,59 @@ def test_a_command_that_renames_what_it_loads_starts_again_from_its_own_save(
                 manager.save(began + 1, state, kinds=(kind,)).wait()
 
 
-def test_a_rename_that_exchanges_names_is_refused_where_nobody_sees_whether_it_was_done(tmp_path: Path) -> None:
-    def state() -> TrainState:
-        torch.manual_seed(1)
-        model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.Linear(2, 2)})
-        return TrainState(model, torch.optim.AdamW(model.parameters()))
+def three(seed: int, width: int = 2) -> TrainState:
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(width, 2), "c": nn.Linear(2, 2)})
+    return TrainState(model, torch.optim.AdamW(model.parameters()))
 
+
+@pytest.mark.parametrize(
+    ("rename", "where"),
+    [
+        ({"a.*": "b.*", "b.*": "a.*"}, {"a": "b", "b": "a", "c": "c"}),
+        ({"a.*": "b.*", "b.*": "gone.*"}, {"b": "a", "c": "c"}),
+        ({"a.*": "b.*", "b.*": "c.*", "c.*": "gone.*"}, {"b": "a", "c": "b"}),
+    ],
+)
+def test_names_that_save_and_model_both_have_are_renamed_once(
+    rename: dict[str, str], where: dict[str, str], tmp_path: Path
+) -> None:
+    """The names do not tell whether it was done: the save does."""
+    was = three(0)
     with running(tmp_path) as manager:
-        manager.resume(state())
-        manager.save(1, state()).wait()
-    with running(tmp_path) as manager:
-        with pytest.raises(UsageError, match="rename exchanges names"):
-            manager.resume(state(), rename={"a.*": "b.*", "b.*": "a.*"})
-        with pytest.raises(UsageError, match="No tensor of the save is one of the model's"):
-            manager.resume(state_of(), strict=False)
-        turned = state()
-        manager.load(turned, "latest", rename={"a.*": "b.*", "b.*": "a.*"})
-        assert same(turned.model["a"].state_dict(), state().model["b"].state_dict())
+        manager.resume(was)
+        manager.save(1, was).wait()
+    for began in (1, 2, 3):
+        state = three(began)
+        fresh = {name: value.clone() for name, value in state.model.state_dict().items()}
+        with running(tmp_path) as manager:
+            start = manager.resume(state, rename=rename, strict=False, exclude=("optimizer",))
+            assert start is not None
+            assert start.step == began
+            manager.save(began + 1, state).wait()
+        if began == 1:
+            for new, old in where.items():
+                assert same(state.model[new].state_dict(), was.model[old].state_dict())
+            for new in {"a", "b", "c"} - where.keys():
+                assert torch.equal(state.model[new].weight, fresh[f"{new}.weight"])
+            first = state
+        assert same(state.model.state_dict(), first.model.state_dict())
+    with running(tmp_path) as manager, pytest.raises(UsageError, match="No tensor of the save is one of the model's"):
+        manager.resume(state_of(), strict=False)
+
+
+def test_another_function_is_another_rename() -> None:
+    def by(old: str, new: str) -> NameRules:
+        return NameRules(rename=lambda name: name.replace(old, new))
+
+    one, again, other = by("a", "b"), by("a", "b"), by("a", "c")
+    assert one.mark == again.mark != other.mark
+    architecture = marked("ab", one.mark)
+    assert again.for_save(architecture).rename == {}
+    assert other.for_save(architecture) is other
+    assert one.for_save("ab") is one
+    assert NameRules().mark == NameRules(rename={}).mark == ""
+    assert NameRules(rename={"a": "b", "c": "d"}).mark != NameRules(rename={"c": "d", "a": "b"}).mark
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -297,22 +297,46 @@ def test_a_failed_save_does_not_count_if_the_run_was_stopped_and_a_snapshot_foll
         manager.save_emergency_checkpoint(snapshot, state)
     if stops and snapshot is not None:
         manager.close(stop=stop)
-        assert "; the emergency snapshot of step 3 followed" in caplog.text
+        assert "; step 3 followed, and the run was asked to stop" in caplog.text
     else:
         with pytest.raises(BackgroundSaveFailed, match="The save of step 2 failed"):
             manager.close(stop=stop)
 
 
-def test_a_snapshot_before_a_resume_does_not_follow_the_failed_save_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("snapshot", "failed", "back_to", "then", "counts"),
+    [
+        (5, None, 1, 2, True),  # a snapshot of the attempt before does not follow
+        (None, 10, 1, 3, False),  # steps of two attempts are not compared
+        (None, 10, 1, None, True),
+        (6, 5, 6, None, False),  # the attempt continued from what followed
+    ],
+)
+def test_what_follows_a_failed_save_is_of_its_attempt_or_of_a_later_one(
+    snapshot: int | None, failed: int | None, back_to: int, then: int | None, counts: bool, tmp_path: Path
+) -> None:
     manager, state, stop = CheckpointManager(tmp_path / "root", kinds=("dcp",)), new_state(), StopRequest()
     manager.resume(state)
     manager.save(1, state).wait()
-    manager.save_emergency_checkpoint(5, state)
-    manager.resume(state, policy=1)
-    with no_large_files(600):
-        manager.save(2, state).wait_over()
+
+    def fail(step: int) -> None:
+        with no_large_files(600):
+            manager.save(step, state).wait_over()
+
+    if failed is not None:
+        fail(failed)
+    if snapshot is not None:
+        manager.save_emergency_checkpoint(snapshot, state)
+    manager.resume(state, policy=back_to)
+    if failed is None:
+        fail(2)
+    elif then is not None:
+        manager.save_emergency_checkpoint(then, state)
     stop.request("the test")
-    with pytest.raises(BackgroundSaveFailed, match="The save of step 2 failed"):
+    if counts:
+        with pytest.raises(BackgroundSaveFailed, match=f"The save of step {failed or 2} failed"):
+            manager.close(stop=stop)
+    else:
         manager.close(stop=stop)
 
 

@@ -34,6 +34,7 @@ from ckptmirror.core.errors import (
     WaitTimeout,
 )
 from ckptmirror.core.model import Attempt, Meta
+from ckptmirror.core.name_rules import marked
 from ckptmirror.core.plain_values import plain_values
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from ckptmirror.flow.places.trash import empty_trash
@@ -74,6 +75,7 @@ def save_emergency(
     persistent_dir: Path | None = None,
     apart: bool = False,
     stage: int | None = None,
+    renamed: str = "",
     in_flight: SaveHandle | None = None,
 ) -> Path:
     """Write this rank's part of the emergency snapshot, durable on return, and return its directory.
@@ -83,6 +85,7 @@ def save_emergency(
         persistent_dir: The directory for a copy, if any; a failure to copy is only logged.
         apart: Whether ranks hold different values under one name, so that each writes its own.
         stage: This rank's stage.
+        renamed: The mark of the ``rename`` that the attempt began with.
         in_flight: A save that is being written while the snapshot is taken.
 
     Raises:
@@ -105,6 +108,7 @@ def save_emergency(
         node=ranks.node,
         artifacts=(),
         training_config=plain_values(state.training_config or {}),
+        architecture_hash=marked(None, renamed),
         created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     home = root
@@ -160,9 +164,7 @@ def _write(
     stage: int | None,
 ) -> tuple[str, Meta]:
     """Write this rank's files below ``home`` and its meta last. If the disk is full or fails, remove all of it."""
-    from ckptmirror.formats.capture import architecture_of
     from ckptmirror.formats.emergency import write_emergency
-    from ckptmirror.formats.names import live_values
 
     name = _agreed_name(root, plan, persistent_dir)
     parsed = names.parse_name(name)
@@ -184,8 +186,7 @@ def _write(
             apart=apart,
             stage=stage,
         )
-        architecture = architecture_of(live_values(state.model)) if stage is None else None
-        meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag, architecture_hash=architecture)
+        meta = replace(plan, artifacts=tuple(artifacts), tag=parsed.tag)
         files.write_bytes(directory / names.emergency_meta_name(rank), meta_to_bytes(meta), save_id=plan.save_id)
     except _DISK_FAILURES:
         try:

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 from ckptmirror.core import events
 from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageFull, LocalStorageUnwritable, StepBehind
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
+from ckptmirror.core.name_rules import marked
 from ckptmirror.core.replica_agreement import digests_of
 from ckptmirror.core.save_numbers import number_of_save, number_of_snapshot
 from ckptmirror.core.stages import NO_STAGES, Stages
@@ -83,6 +84,7 @@ class Saver:
         leader: Set on the node's leader.
         skipped: A list to which the saver adds saves that find the disk full.
         stages: The stage of each rank.
+        renamed: The mark of the ``rename`` that the attempt began with.
         before_each: What this rank has to do before each save; if it fails, the save fails on all ranks.
 
     Attributes:
@@ -101,11 +103,13 @@ class Saver:
         skipped: list[SaveHandle],
         stages: Stages = NO_STAGES,
         *,
+        renamed: str = "",
         before_each: Callable[[], None] | None = None,
     ) -> None:
         self.root = root
         self.run_id = run_id
         self.attempt = attempt
+        self.renamed = renamed
         self.last_step = -1
         self.before_first: Callable[[TrainState], None] | None = None
         self._begun = 0  # the number of the last save that all ranks began
@@ -270,9 +274,9 @@ class Saver:
         return self._in_flight if self._in_flight is not None and not self._in_flight.is_over else None
 
     @property
-    def last_called(self) -> int:
-        """The step of the last call of ``save``, also of one that the attempt before made; -1 if there was none."""
-        return self._in_flight.step if self._in_flight is not None else -1
+    def last(self) -> SaveHandle | None:
+        """The last save that was called, in flight or over; perhaps the one that :meth:`follow` was given."""
+        return self._in_flight
 
     def end(self, timeout_s: float) -> None:
         """Take no more saves, and wait for the last one as :meth:`wait_over` does."""
@@ -517,7 +521,7 @@ class Saver:
             artifacts=tuple(sorted(artifacts, key=lambda artifact: artifact.path)),
             tag=context.name.tag,
             training_config=copied.said.config,
-            architecture_hash=copied.snapshot.architecture if context.stage is None else None,
+            architecture_hash=marked(copied.snapshot.architecture if context.stage is None else None, self.renamed),
             metrics=copied.said.metrics,
             fields=copied.said.fields,
             created_at_utc=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -34,7 +34,6 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, KindMismatch, Temporary
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Attempt, Kind, Meta
-from ckptmirror.core.name_rules import NameRules
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
@@ -214,7 +213,7 @@ def _load_first_sound(
         proposal = _propose(ranks, bringer, node)
         if proposal.meta is None:
             return proposal, None, []
-        options = _of_save(proposal.meta, state, ranks, given)
+        options = replace(given, rules=given.rules.for_save(proposal.meta.architecture_hash))
         target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, rules=options.rules)
         try:
             whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()
@@ -239,22 +238,6 @@ def _load_first_sound(
                 )
                 report = replace(report, missing=report.missing + not_compared)
             return proposal, report, live
-
-
-def _of_save(meta: Meta, state: TrainState, ranks: Ranks, options: LoadOptions) -> LoadOptions:
-    """Return the options for this save: one that has the names of the model is not renamed once more."""
-    if not options.rules.rename:
-        return options
-
-    def renames_nothing() -> NameRules | None:
-        from ckptmirror.formats.capture import has_names_of
-        from ckptmirror.formats.names import live_values
-
-        live = live_values(state.model)
-        return options.rules.for_same_names(live) if has_names_of(meta.architecture_hash, live) else None
-
-    rules = exchange_result(ranks, renames_nothing, what="compare the names of a save with the model's")
-    return replace(options, rules=rules[ranks.rank] or options.rules)
 
 
 def _lists_to_read(ranks: Ranks, proposal: Proposal) -> frozenset[int]:

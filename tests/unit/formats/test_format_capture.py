@@ -18,13 +18,14 @@ from ckptmirror.core.errors import UsageError
 from ckptmirror.core.model import Kind
 from ckptmirror.formats import TrainState, get_format
 from ckptmirror.formats.capture import (
+    _text_of_plain,
     capture,
-    has_names_of,
     snapshot_from_tree,
     snapshot_tree,
     walk_tensors,
 )
 from ckptmirror.formats.names import live_parameters, live_values
+from ckptmirror.formats.weights_only_values import encode
 from tests.kit.formats import STEP, context, make_state, train
 
 
@@ -82,14 +83,12 @@ def test_the_architecture_hash_follows_names_shapes_and_dtypes_not_values() -> N
     assert first != take(state).architecture
 
 
-def test_a_save_of_a_model_with_other_shapes_has_its_names() -> None:
-    first, live = take(make_state(0)).architecture, live_values(make_state(0, width=8).model)
-    assert has_names_of(first, live)
-    assert not has_names_of(first, {**live, "more": 1})
-    earlier = first.partition(".")[0]
-    assert has_names_of(earlier, live_values(make_state(0).model))
-    assert not has_names_of(earlier, live)
-    assert not has_names_of(None, live)
+def test_plain_values_that_are_equal_have_one_text_and_others_none() -> None:
+    one, other = {"a": 1, "b": [None, True, 0.5, "x"]}, {"b": [None, True, 0.5, "x"], "a": 1}
+    assert _text_of_plain(one) == _text_of_plain(other) is not None
+    assert _text_of_plain({"a": 1}) != _text_of_plain({"a": True})
+    assert _text_of_plain([torch.ones(2)]) == _text_of_plain([torch.zeros(3)])
+    assert _text_of_plain({"a": encode({"x", "y"}, "extra")}) is None
 
 
 def test_a_snapshot_survives_its_tree() -> None:
