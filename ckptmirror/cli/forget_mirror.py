@@ -55,6 +55,11 @@ def command(root: Path, url: str, dry_run: bool, as_json: bool) -> int:
     print(f"{no_longer}. It {would or 'now '}{requires} {left}.")
     for one, why in done.unreachable.items():
         print(f"{one} does not answer ({why}); the next start records it there", file=sys.stderr)
+    if done.unreachable:
+        print(
+            "If somebody went back, that mirror may know of it: then the next start continues from there, and says so.",
+            file=sys.stderr,
+        )
     if done.before is not None and (done.after is None or done.after.save_id != done.before.save_id):
         where = f"from step {done.after.step}" if done.after is not None else "at step 0"
         back = f"ckptmirror rewind --root {quote(str(root))} --save {done.before.save_id[:8]}"

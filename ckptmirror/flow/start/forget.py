@@ -53,7 +53,8 @@ class Forgotten:
         unreachable: The mirrors that do not answer, with the reason; the next start records it there.
         is_configured: Whether the root's last start used it, so that the configuration must change too.
         was_required: Whether the run required it.
-        before: The newest save of the lineage while the run requires it, as far as the other places know; or None.
+        before: The newest save of the lineage that is whole on this disk or another mirror, while the run requires this
+            one. None if there is none, or if a mirror does not answer.
         after: The same without the mirror. It is another one if somebody went back, and no other mirror is known not to
             have recorded that.
     """
@@ -150,10 +151,11 @@ def _forget(
     out = AttemptList(every[0].run_id, requirements=(removed,))
     before: SaveFacts | None = None
     after: SaveFacts | None = None
-    try:
-        before, after = _newest_saves(root, table, mirrors, removed)
-    except CkptMirrorError as error:  # it only tells what the next start will find out
-        _log.debug("where the next start continues is not known: %s", error)
+    if not unreachable:  # else that is not known
+        try:
+            before, after = _newest_saves(root, table, mirrors, removed)
+        except CkptMirrorError as error:  # it only tells what the next start will find out
+            _log.debug("where the next start continues is not known: %s", error)
     if here is not None and not dry_run:
         data = attempts_to_bytes(merge_attempts(here, out))
         files.write_bytes(root / names.ATTEMPTS_NAME, data, save_id=new_id(), replace=True)
