@@ -16,7 +16,7 @@ Rules:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ from ckptmirror.untrusted.read_limits import too_deep
 __all__ = ["HAS_OPTIMIZER", "capture", "capture_local", "snapshot_from_tree", "snapshot_tree", "walk_tensors"]
 
 HAS_OPTIMIZER = "has_optimizer"
+_COMPARED_PLAIN = 10_000  # letters of a text, items of a list
 
 
 def capture(
@@ -216,7 +217,7 @@ def walk_tensors(tree: Any) -> list[tuple[str, Any]]:
 def _hashes_of_plain(model: Mapping[str, Any], own: Collection[str]) -> dict[str, str]:
     """Return a hash of what ``get_extra_state()`` returned beside tensors, but for names of each rank's own.
 
-    Values of which not each part can be compared as text, such as sets and objects, have none.
+    Values of which not each part can be compared as text, such as sets and objects, have none, nor have large ones.
     """
     found = {}
     for name, value in model.items():
@@ -229,6 +230,8 @@ def _text_of_plain(value: Any) -> str | None:
     """Return a text that equal values share; tensors are left out. None if there may be none."""
     if isinstance(value, torch.Tensor):
         return ""
+    if isinstance(value, Sized) and len(value) > _COMPARED_PLAIN:  # the training waits meanwhile
+        return None
     if value is None or type(value) in (bool, int, float, str, bytes):
         return repr(value)
     if type(value) in (list, tuple):

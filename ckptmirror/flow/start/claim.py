@@ -233,8 +233,8 @@ class RunClaim:
             StartOver: An attempt or a save has appeared since the survey.
             StoreTemporary: A mirror that must take the claim stopped answering.
         """
-        in_order = self._in_order()
         self._begins = run_of(seen.evidence) is None
+        in_order = self._in_order() if self.attempt.by_person and not self._begins else self._mirrors
         self._required_by = {one.url: one.number for one in seen.evidence.disk.requirements if not one.is_removed}
         if not self._begins:  # else the first mirror names the run: if two starts begin it at once, one starts over
             self._write_here(self._claim.root_list)
@@ -261,9 +261,9 @@ class RunClaim:
         self._write_here(mine)
 
     def _in_order(self) -> list[Mirror]:
-        """Return the mirrors in the order in which they take the claim.
+        """Return the mirrors in the order in which they take a person's claim.
 
-        Where all but one list a person's attempt, an eval host of such a mirror already goes back, and nobody has. So
+        Where all but one list it, an eval host of such a mirror already goes back, and nobody has. So
         each mirror that must take it first shows that it takes writes, by taking its own list once more; one that has
         no list is the first to take the claim.
 
@@ -273,7 +273,7 @@ class RunClaim:
         """
         needs = [mirror for mirror in self._mirrors if mirror.url in self._claim.needs]
         without: list[Mirror] = []
-        for mirror in needs if self.attempt.by_person and len(needs) > 1 else ():
+        for mirror in needs if len(needs) > 1 else ():
             try:
                 there, generation = read_mirror_attempts(mirror, mend=True)
                 if there is None:

@@ -89,6 +89,7 @@ def test_plain_values_that_are_equal_have_one_text_and_others_none() -> None:
     assert _text_of_plain({"a": 1}) != _text_of_plain({"a": True})
     assert _text_of_plain([torch.ones(2)]) == _text_of_plain([torch.zeros(3)])
     assert _text_of_plain({"a": encode({"x", "y"}, "extra")}) is None
+    assert _text_of_plain({"a": bytes(1_000_000)}) is None
 
 
 def test_a_snapshot_survives_its_tree() -> None:
