@@ -12,10 +12,13 @@ Rules:
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
@@ -192,15 +195,28 @@ def marked(architecture: str | None, mark: str) -> str | None:
     return f"{architecture or ''}.{mark}" if mark else architecture
 
 
-def _telling(rename: Rename) -> Any:
-    """Return what tells a rename from another: its pairs in order; or a function's name, code and plain closure."""
+def _telling(rename: Any) -> Any:
+    """Return what tells a rename from another: its pairs in order; or a function's name, code, and what it reads."""
     if isinstance(rename, Mapping):
         return list(rename.items())
+    if isinstance(rename, partial):
+        return _telling(rename.func), _text_of(rename.args), _text_of(rename.keywords)
     code = getattr(rename, "__code__", None)
-    cells = [cell.cell_contents for cell in getattr(rename, "__closure__", None) or ()]
-    constants = [one for one in (*getattr(code, "co_consts", ()), *cells) if isinstance(one, str | int | tuple | None)]
-    name = getattr(rename, "__qualname__", type(rename).__qualname__)
-    return name, getattr(code, "co_code", b""), getattr(code, "co_names", ()), constants
+    if code is None:
+        return type(rename).__qualname__, _text_of(getattr(rename, "__dict__", None))
+    read = [*code.co_consts, getattr(rename, "__defaults__", None), getattr(rename, "__kwdefaults__", None)]
+    with suppress(TypeError, ValueError):  # not a function, or a variable that has no value yet
+        closed = inspect.getclosurevars(rename)
+        read += [closed.nonlocals, closed.globals]
+    return getattr(rename, "__qualname__", ""), code.co_code, code.co_names, [_text_of(one) for one in read]
+
+
+def _text_of(value: Any) -> str:
+    """Return the plain values in a value as text."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    if items:
+        return repr([(key, _text_of(one)) for key, one in items])
+    return repr(value) if value is None or isinstance(value, str | int | float | bytes) else ""
 
 
 def parts_alone(exclude: Any) -> Any:

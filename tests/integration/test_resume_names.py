@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,15 @@ def test_another_function_is_another_rename() -> None:
     def by(old: str, new: str) -> NameRules:
         return NameRules(rename=lambda name: name.replace(old, new))
 
+    def replaced(name: str, pairs: dict[str, str]) -> str:
+        return next((new for old, new in pairs.items() if name == old), name)
+
+    def partly(pairs: dict[str, str]) -> NameRules:
+        return NameRules(rename=functools.partial(replaced, pairs=pairs))
+
     one, again, other = by("a", "b"), by("a", "b"), by("a", "c")
     assert one.mark == again.mark != other.mark
+    assert partly({"a": "b"}).mark == partly({"a": "b"}).mark != partly({"a": "c"}).mark
     architecture = marked("ab", one.mark)
     assert again.for_save(architecture).rename == {}
     assert other.for_save(architecture) is other
