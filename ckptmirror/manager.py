@@ -581,9 +581,9 @@ class CheckpointManager:
         try:
             saver.end(timeout_s)
         except BackgroundSaveFailed as error:
-            newest = max(self._snapshot_step, saver.last_step)
             if not is_stopped() or not self._is_followed(saver):
                 raise
+            newest = max(self._snapshot_step, saver.last_step)
             save_logger(_log, saver.last, rank=self.ranks.rank).error(
                 "%s; step %d followed, and the run was asked to stop", error.message.rstrip("."), newest
             )

@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
+from types import CodeType
 from typing import Any
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
@@ -150,9 +151,12 @@ class NameRules:
             "rename", "", self.rename if isinstance(self.rename, Mapping) else (), saved, "the save has no"
         )
 
-    @property
+    @cached_property
     def mark(self) -> str:
-        """Tells this ``rename`` from others, as 16 hex digits; "" if there is none."""
+        """Tells this ``rename`` from others, as 16 hex digits; "" if there is none.
+
+        What its function reads is looked at once, before the function has changed it.
+        """
         return hashlib.sha256(repr(_telling(self.rename)).encode()).hexdigest()[:16] if self.rename else ""
 
     def for_save(self, architecture: str | None) -> NameRules:
@@ -212,7 +216,9 @@ def _telling(rename: Any) -> Any:
 
 
 def _text_of(value: Any) -> str:
-    """Return the plain values in a value as text."""
+    """Return the plain values in a value as text; of code inside a function, what it does."""
+    if isinstance(value, CodeType):
+        return repr((value.co_code, value.co_names, _text_of(value.co_consts)))
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
     if items:
         return repr([(key, _text_of(one)) for key, one in items])

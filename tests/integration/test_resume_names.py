@@ -167,6 +167,14 @@ def test_another_function_is_another_rename() -> None:
     def partly(pairs: dict[str, str]) -> NameRules:
         return NameRules(rename=functools.partial(replaced, pairs=pairs))
 
+    def nested(name: str) -> str:
+        return "".join(letter.upper() for letter in name)
+
+    def other_nested(name: str) -> str:
+        return "".join(letter.lower() for letter in name)
+
+    other_nested.__qualname__ = nested.__qualname__
+    assert NameRules(rename=nested).mark != NameRules(rename=other_nested).mark
     one, again, other = by("a", "b"), by("a", "b"), by("a", "c")
     assert one.mark == again.mark != other.mark
     assert partly({"a": "b"}).mark == partly({"a": "b"}).mark != partly({"a": "c"}).mark

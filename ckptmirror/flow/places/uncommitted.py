@@ -56,7 +56,7 @@ def uncommitted_saves(
     if step is not None:
         prefix = f"{names.PARTS_DIR}/meta_{names.SaveName(step).stem}-"
         listed = tuple(info.name for info in mirror.store.list(prefix))
-    waiting = [one for one in parts_there(listed, catalog.known) if not _is_committed(mirror, catalog, one)]
+    waiting = [one for one in parts_there(listed, catalog.known) if not _has_unbelieved_meta(mirror, catalog, one)]
     objects = {at: _objects_of_step(mirror, at) for at in dict.fromkeys(one.step for one in waiting)}
     claimed = {artifact.object_name for meta in catalog.metas() for artifact in meta.artifacts}
     found = []
@@ -69,19 +69,21 @@ def uncommitted_saves(
     return found
 
 
-def _is_committed(mirror: Mirror, catalog: Catalog, there: PartsThere) -> bool:
-    """Whether the save has a meta that is signed, but not by a key that this process believes."""
+def _has_unbelieved_meta(mirror: Mirror, catalog: Catalog, there: PartsThere) -> bool:
+    """Whether the save is committed, by a meta that is not signed by a key which this process believes."""
     for name in (names.SaveName(there.step, tag).meta for tag in ("", there.digits)):
         if name not in catalog.problems:
             continue
-        data = b""
         try:
             data = mirror.store.read(name, limit_bytes=META_LIMIT_BYTES)[0]
+        except (ObjectNotFound, StorePermanent):  # the problem says so
+            continue
+        try:
             meta_or_tombstone_from_bytes(data)
         except NotSigned:
             if there.digits.encode() in data:  # nobody vouches for it, and this only tells whom a person has to ask
                 return True
-        except (IntegrityError, ObjectNotFound, StorePermanent):  # the problem says so
+        except IntegrityError:
             continue
     return False
 

@@ -234,7 +234,7 @@ class RunClaim:
             StoreTemporary: A mirror that must take the claim stopped answering.
         """
         self._begins = run_of(seen.evidence) is None
-        in_order = self._in_order() if self.attempt.by_person and not self._begins else self._mirrors
+        in_order = self._probed() if self.attempt.by_person and not self._begins else self._mirrors
         self._required_by = {one.url: one.number for one in seen.evidence.disk.requirements if not one.is_removed}
         if not self._begins:  # else the first mirror names the run: if two starts begin it at once, one starts over
             self._write_here(self._claim.root_list)
@@ -260,12 +260,11 @@ class RunClaim:
             mine = replace(mine, completed=(*mine.completed, self.attempt.id))
         self._write_here(mine)
 
-    def _in_order(self) -> list[Mirror]:
-        """Return the mirrors in the order in which they take a person's claim.
+    def _probed(self) -> list[Mirror]:
+        """Let each mirror show that it takes writes, and return them in the order in which they take a person's claim.
 
-        Where all but one list it, an eval host of such a mirror already goes back, and nobody has. So
-        each mirror that must take it first shows that it takes writes, by taking its own list once more; one that has
-        no list is the first to take the claim.
+        Where all but one list it, an eval host of such a mirror already goes back, and nobody has. So each mirror that
+        must take it first takes its own list once more; one that has no list is the first to take the claim.
 
         Raises:
             StoreTemporary: One does not take it, or does not answer any more.
