@@ -128,6 +128,10 @@ class DcpFormat:
 
 
 FORMAT = DcpFormat()
+_NO_GROUPS = (
+    "the process groups were destroyed before kind dcp was written: call close() before "
+    "torch.distributed.destroy_process_group()."
+)
 _IS_ALONE = "torch.distributed is (disabled|unavailable)"
 
 
@@ -146,6 +150,8 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
     state = _layout(snapshot, context.stage)
     if group is None:
         _hush_torch()
+    elif not dist.is_initialized():  # torch would take each rank for alone
+        raise UsageError(_NO_GROUPS)
     try:
         # A second checksum of every byte costs most of the CPU time of a write. Only torch reads these files, and it
         # does not check it; what is checked is the artifact's crc32c. The setting is this thread's alone.
@@ -157,11 +163,15 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
                 process_group=group,
                 no_dist=group is None,
             )
+        # Every rank comes here or none; what may fail on one rank alone follows only after the last collective.
+        copy = _share_metadata(writer.directory, group) if group is not None else None
     except CheckpointException as error:
         raise _of_first_rank(error, context.nodes_of_ranks) from error
-    # Every rank comes here or none; what may fail on one rank alone follows only after the last collective.
-    copy = _share_metadata(writer.directory, group) if group is not None else None
-    mine = dist.get_rank(group) if group is not None else 0
+    except (RuntimeError, ValueError) as error:
+        if group is None or dist.is_initialized():
+            raise
+        raise UsageError(_NO_GROUPS) from error
+    mine = context.rank
     where = f"{writer.directory.name}/{METADATA_NAME}"
     digests = dict(writer.files.digests)
     check_entries(metadata, where)

@@ -12,8 +12,9 @@ Rules:
   it leaves the reason in the group's store, where the ranks that were cut off find it.
 * What torch itself does not end at the limit runs in a thread, which is left behind then. gloo waits five times as long
   for a rank that died or was stopped while it connected, and torch waits for an answer of its store without any limit.
-* If a collective of a caller fails in gloo, the rank closes its connections of that group before it reports that:
-  other ranks may wait in the collective for this one, which will not come. All ranks can renew the group then.
+* If a collective of a caller fails in gloo, or because the training destroyed all groups, the rank closes its
+  connections of that group before it reports that: other ranks may wait in the collective for this one, which will not
+  come. All ranks can renew the group then.
 * A broken channel raises the same error at once in every later exchange.
 * Only an error from gloo means that a rank is gone. An error while reading a message is this rank's own, and is raised.
 * ``close`` sends nothing.
@@ -239,7 +240,7 @@ class GlooRanks:
                 data = pack_value(value)
             except UsageError as unsendable:
                 error = unsendable
-        if error is not None and _is_of_gloo(error):
+        if error is not None and (_is_of_gloo(error) or not dist.is_initialized()):
             self._break_torch_group()
         self._number += 1
         report = Report(self._number, what, data, failure_of(error) if error is not None else None)

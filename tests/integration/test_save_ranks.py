@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -289,6 +290,45 @@ def test_a_rank_that_is_killed_in_a_save_of_kind_dcp_ends_that_save_on_the_other
         assert kind == "BackgroundSaveFailed"
         assert f"rank {dies} is gone" in message
     assert sorted(whole(tmp_path)) == [1]
+
+
+def save_while_the_groups_go(rank: int, root: str, when: str, who: tuple[int, ...]) -> tuple[str, str, int]:
+    """Ranks destroy all groups before torch's collectives, or while rank 1 waits in one for rank 0, which plans."""
+    are_gone = threading.Event()
+    where, name = (dcp, "_save") if when == "before" else (dcp._Planner, "create_global_plan")
+    go_on = getattr(where, name)
+
+    def late(*arguments: Any) -> Any:
+        are_gone.wait()
+        return go_on(*arguments)
+
+    setattr(where, name, late)
+    manager = CheckpointManager(root, kinds=("dcp",), timeout_s=600.0)
+    state = new_state()
+    manager.resume(state)
+    handle = manager.save(1, state)
+    if rank in who:
+        destroy, dist.destroy_process_group = dist.destroy_process_group, lambda _group=None: None
+        destroy()
+    are_gone.set()
+    found = outcome(lambda: handle.wait(timeout_s=600.0))
+    with suppress(CkptMirrorError):  # which is that error again
+        manager.close(timeout_s=0.0)
+    return found
+
+
+@pytest.mark.parametrize("who", [(0, 1), (0,), (1,)])
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_save_whose_groups_the_training_destroys_fails_at_once_and_says_what_to_do(
+    when: str, who: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Not at the limit of a wait, which is longer than this test's."""
+    found = run_ranks(2, save_while_the_groups_go, str(tmp_path), when, who)
+    for kind, message, _ in [found[rank] for rank in who]:
+        assert kind == "BackgroundSaveFailed"
+        assert "the process groups were destroyed before kind dcp was written: call close() before" in message
+    assert all(kind == "BackgroundSaveFailed" for kind, *_ in found)
+    assert whole(tmp_path) == {}
 
 
 def save_with_a_late_rank(rank: int, root: str) -> tuple[list[tuple[str, str, int]], int]:

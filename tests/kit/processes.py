@@ -103,7 +103,7 @@ def run_ranks(
             if rank not in dead:
                 mine.send("all done")
         for rank, process in enumerate(processes):
-            process.join(limit_s)  # gloo may notice a death only at the limit, for which a save in flight waits
+            process.join(limit_s)
             assert process.exitcode == (-signal.SIGKILL if rank in dead else 0), f"rank {rank}: {process.exitcode}"
         return results
     finally:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +25,7 @@ from tests.kit.processes import run_ranks
 from tests.kit.training import same
 
 WAIT_S = 120.0  # nothing takes so long, but on a machine with much else to do
-ALONE_S = 5.0
+ALONE_S = 5.0  # for the parts of a node that died the others would wait in vain
 
 
 def built(wrapped: str, hidden: int = 12) -> TrainState:
@@ -109,6 +111,12 @@ class Job:
         dead = (self.dies,) if self.dies >= 0 and self.crash_at != "0" else dead
         return run_ranks(len(self.nodes), part or take_part, self, dead=dead, limit_s=3 * WAIT_S)
 
+    def lock(self) -> IO[str]:
+        """Wait for the lock that the rank which dies has while it is alive, and take it."""
+        file = (self.base / "alive").open("w")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file
+
     @property
     def url(self) -> str:
         return self.bucket or f"file://{self.base}/mirror"
@@ -132,6 +140,11 @@ class Found:
 
 def take_part(rank: int, job: Job) -> Found:
     """Resume, then train and save."""
+    with job.lock() if rank == job.dies else nullcontext():
+        return _take_part(rank, job)
+
+
+def _take_part(rank: int, job: Job) -> Found:
     gathered: set[str] = set()
     vote = resume._vote_on_bytes
 
@@ -171,8 +184,10 @@ def take_part(rank: int, job: Job) -> Found:
                 _before_last(manager, job, rank)
             manager.save(step, state)
         if job.steps:
-            # for the parts of a node that died the others would wait in vain
-            limit_s = WAIT_S if job.dies < 0 or job.crash_at == "0" else ALONE_S
+            limit_s = WAIT_S
+            if job.dies not in (-1, rank) and job.crash_at != "0":
+                job.lock().close()
+                limit_s = ALONE_S
             manager.wait("mirrored" if job.mirrored else "committed", timeout_s=limit_s)
         found.ended = whole(state)
         if job.snapshot:

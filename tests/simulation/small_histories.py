@@ -396,16 +396,17 @@ class Histories(Uploads):
         unasked = [i for i in answering if actor.attempt not in ids_of(state.mirrors[i].listed)]
         if any(URLS.index(url) not in answering for url in actor.needs):
             yield Step(f"{actor.attempt} gives up: a mirror fell silent", without(state, actor))
-        elif not unasked:
+            return
+        if not unasked:
             if all(actor.attempt in ids_of(state.mirrors[URLS.index(url)].listed) for url in disk.required):
                 disk = disk._replace(completed=disk.completed | {actor.attempt})
             after = put_disk(state, leader, disk._replace(skipped=disk.skipped | actor.abandoned))
             runs = actor._replace(phase="joins" if actor.todo else "runs", unwritten=None)
             yield Step(f"{actor.attempt} runs", with_actor(after, runs))
-        elif self._unknown(state, actor, unasked[0]):
-            yield Step(f"{actor.attempt} starts over at {URLS[unasked[0]]}", without(state, actor))
-        else:
-            index = unasked[0]
+        for index in unasked if actor.choice.by_person else unasked[:1]:  # a person's claim: one without a list first
+            if self._unknown(state, actor, index):
+                yield Step(f"{actor.attempt} starts over at {URLS[index]}", without(state, actor))
+                continue
             after = self._told(state, disk, actor, index)
             wrong = ""
             if actor.choice.by_person:

@@ -28,6 +28,7 @@ WORLDS = {
     "a run begins": World(),
     "a run goes on": RUNNING,
     "a person goes back": replace(RUNNING, rewinds=True),
+    "a person goes back before each mirror has a list": World(rewinds=True),
     "a person starts over": replace(RUNNING, starts_over=True),
     "a mirror is left out": replace(RUNNING, reconfigures=True),
     "a mirror is taken out of the run": replace(RUNNING, reconfigures=True, forgets=True),
