@@ -25,7 +25,7 @@ from tests.kit.processes import run_ranks
 from tests.kit.training import same
 
 WAIT_S = 120.0  # nothing takes so long, but on a machine with much else to do
-ALONE_S = 5.0  # for the parts of a node that died the others would wait in vain
+ALONE_S = 2.0  # for the parts of a node that died the others would wait in vain
 
 
 def built(wrapped: str, hidden: int = 12) -> TrainState:
