@@ -286,7 +286,7 @@ class CheckpointManager:
                 )
         if self._unchanged is not None:
             self._unchanged.end()
-        info, run_id, attempt, torn, self._unchanged = resume_run(
+        info, run_id, attempt, torn, renamed, self._unchanged = resume_run(
             self.root,
             self.ranks,
             self._node,
@@ -318,7 +318,7 @@ class CheckpointManager:
             leader,
             self._skipped,
             self._stages,
-            renamed=options.rules.mark,
+            renamed=renamed,
             before_each=self._rank_lock.retake if self._rank_lock is not None else None,
         )
         self._saver.follow(self._last_before)

@@ -5,21 +5,19 @@ Rules:
   ``*`` also matches dots; ``exclude`` has it after ``model.``.
 * Renaming comes first, then matching, then what is left out: patterns of ``exclude`` are over the model's names.
 * A pattern that matches nothing is a mistake, and is refused with the names closest to it.
-* A command that renames what it loads starts again from saves of its own, which have the new names. Their metas have a
-  mark of its ``rename``, which is not done once more there (:meth:`NameRules.for_save`). Names alone would not tell.
+* A command that renames what it loads starts again from saves of its own, which have the new names: its ``rename`` is
+  not done once more there. Names alone would not tell, for a rename may exchange them. So the metas of an attempt have
+  a mark of what its ``rename`` makes of the model's names, which are those of its saves (:meth:`NameRules.for_save`).
+  A mark of the function itself would change with the order of a dict, the version of Python or what the function logs.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import cached_property, partial
-from types import CodeType
 from typing import Any
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
@@ -107,7 +105,9 @@ class NameRules:
                 "The checkpoint does not match the model."
                 + (f" Missing in the checkpoint: {_some(missing)}." if missing else "")
                 + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
-                hint="Build the model with the configuration that the meta names (its `training_config`).",
+                hint="The save has all names of the model as they are: leave `rename` out."
+                if self.rename and {*saved}.issuperset(live)
+                else "Build the model with the configuration that the meta names (its `training_config`).",
             )
         if missing and not elsewhere and not {*live} & {*matched.values()}:
             raise UsageError(
@@ -144,24 +144,35 @@ class NameRules:
     def check_renames(self, saved: Collection[str]) -> None:
         """Check that each pattern of ``rename`` fits a name of a save, given all of them, also those of other ranks.
 
+        One fits, too, if its new names are there: an earlier start has renamed them.
+
         Raises:
             UsageError: One fits none.
         """
-        self._check_used(
-            "rename", "", self.rename if isinstance(self.rename, Mapping) else (), saved, "the save has no"
-        )
+        renamed = self.rename if isinstance(self.rename, Mapping) else {}
+        made = {old for old, new in renamed.items() if new.strip("*") and any(fnmatchcase(name, new) for name in saved)}
+        self._check_used("rename", "", [old for old in renamed if old not in made], saved, "the save has no")
 
-    @cached_property
-    def mark(self) -> str:
-        """Tells this ``rename`` from others, as 16 hex digits; "" if there is none.
+    def mark(self, names: Iterable[str]) -> str:
+        """Tell, as 16 hex digits, what ``rename`` makes of the names of a model; "" if there is none."""
+        if not self.rename:
+            return ""
+        return hashlib.sha256(repr([(name, self._made_of(name)) for name in sorted(names)]).encode()).hexdigest()[:16]
 
-        What its function reads is looked at once, before the function has changed it.
+    def _made_of(self, name: str) -> str:
+        try:
+            return self.renamed(name)
+        except UsageError:  # a function may know only old names
+            return ""
+
+    def for_save(self, architecture: str | None, mark: str) -> NameRules:
+        """Return the rules for a start from a save, without ``rename`` if it was done at an earlier start.
+
+        Args:
+            architecture: The save's ``architecture_hash``.
+            mark: That of this ``rename`` for the names of the model (:meth:`mark`).
         """
-        return hashlib.sha256(repr(_telling(self.rename)).encode()).hexdigest()[:16] if self.rename else ""
-
-    def for_save(self, architecture: str | None) -> NameRules:
-        """Return the rules for a start from a save with this ``architecture_hash``, whose names may be the new ones."""
-        is_done = bool(self.rename) and (architecture or "").partition(".")[2] == self.mark
+        is_done = bool(mark) and (architecture or "").partition(".")[2] == mark
         return replace(self, rename={}) if is_done else self
 
     def _check_used(self, what: str, prefix: str, patterns: Iterable[str], names: Collection[str], has: str) -> None:
@@ -170,7 +181,8 @@ class NameRules:
                 raise UsageError(
                     f"{what} holds {prefix + pattern!r}, and {has} tensor of that name. "
                     f"The closest: {', '.join(prefix + name for name in _closest(pattern, names)) or 'none'}.",
-                    hint="Names are those of model.state_dict(); `*` stands for any text.",
+                    hint="Names are those of model.state_dict(); `*` stands for any text."
+                    + (" Take it out if an earlier start has renamed them." if what == "rename" else ""),
                 )
 
 
@@ -197,32 +209,6 @@ def name_rules(exclude: Collection[str] = (), rename: Any = None, *, strict: boo
 def marked(architecture: str | None, mark: str) -> str | None:
     """Return the ``architecture_hash`` of a save of an attempt that began with the ``rename`` of this mark."""
     return f"{architecture or ''}.{mark}" if mark else architecture
-
-
-def _telling(rename: Any) -> Any:
-    """Return what tells a rename from another: its pairs in order; or a function's name, code, and what it reads."""
-    if isinstance(rename, Mapping):
-        return list(rename.items())
-    if isinstance(rename, partial):
-        return _telling(rename.func), _text_of(rename.args), _text_of(rename.keywords)
-    code = getattr(rename, "__code__", None)
-    if code is None:
-        return type(rename).__qualname__, _text_of(getattr(rename, "__dict__", None))
-    read = [*code.co_consts, getattr(rename, "__defaults__", None), getattr(rename, "__kwdefaults__", None)]
-    with suppress(TypeError, ValueError):  # not a function, or a variable that has no value yet
-        closed = inspect.getclosurevars(rename)
-        read += [closed.nonlocals, closed.globals]
-    return getattr(rename, "__qualname__", ""), code.co_code, code.co_names, [_text_of(one) for one in read]
-
-
-def _text_of(value: Any) -> str:
-    """Return the plain values in a value as text; of code inside a function, what it does."""
-    if isinstance(value, CodeType):
-        return repr((value.co_code, value.co_names, _text_of(value.co_consts)))
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-    if items:
-        return repr([(key, _text_of(one)) for key, one in items])
-    return repr(value) if value is None or isinstance(value, str | int | float | bytes) else ""
 
 
 def parts_alone(exclude: Any) -> Any:

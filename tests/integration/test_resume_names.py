@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import nn
 
 from ckptmirror import TrainState
 from ckptmirror.core.errors import CkptMirrorError, UsageError
-from ckptmirror.core.name_rules import NameRules, marked
 from tests.kit.processes import run_ranks
 from tests.kit.training import running, same
 
@@ -157,33 +155,63 @@ def test_names_that_save_and_model_both_have_are_renamed_once(
         manager.resume(state_of(), strict=False)
 
 
-def test_another_function_is_another_rename() -> None:
-    def by(old: str, new: str) -> NameRules:
-        return NameRules(rename=lambda name: name.replace(old, new))
+def test_a_rename_whose_new_names_are_in_the_save_may_stay_and_grow(tmp_path: Path) -> None:
+    """Also where the save has no mark of it: one of an older release, or of a start without it."""
+    was = saved(tmp_path, "dcp")
+    trunk = {"body.*": "trunk.*"}
+    starts = [("trunk", "head", trunk), ("trunk", "head", None), ("trunk", "head", trunk)]
+    starts.append(("trunk", "out", trunk | {"head.*": "out.*"}))
+    for began, (body, head, rename) in enumerate(starts, 1):
+        state = state_of(body, head)
+        with running(tmp_path) as manager:
+            start = manager.resume(state, rename=rename)
+            assert start is not None
+            assert (start.step, start.missing) == (began, ())
+            assert same(list(state.model.state_dict().values()), list(was.model.state_dict().values()))
+            manager.save(began + 1, state).wait()
 
-    def replaced(name: str, pairs: dict[str, str]) -> str:
-        return next((new for old, new in pairs.items() if name == old), name)
 
-    def partly(pairs: dict[str, str]) -> NameRules:
-        return NameRules(rename=functools.partial(replaced, pairs=pairs))
+def test_a_pattern_that_cuts_a_prefix_off_is_refused_where_none_has_it_and_no_start_cut_it(tmp_path: Path) -> None:
+    saved(tmp_path, "dcp")
+    with running(tmp_path) as manager, pytest.raises(UsageError, match=r"rename holds 'module.\*'") as raised:
+        manager.resume(state_of(), rename={"module.*": "*"})
+    assert "Take it out if an earlier start has renamed them." in raised.value.hint
 
-    def nested(name: str) -> str:
-        return "".join(letter.upper() for letter in name)
 
-    def other_nested(name: str) -> str:
-        return "".join(letter.lower() for letter in name)
+def test_a_save_under_all_names_of_the_model_that_is_renamed_once_more_says_what_to_do(tmp_path: Path) -> None:
+    saved(tmp_path, "dcp")
+    with running(tmp_path) as manager, pytest.raises(UsageError, match="does not match the model") as raised:
+        manager.resume(state_of(), rename={"*": "net.*"})
+    assert raised.value.hint == "The save has all names of the model as they are: leave `rename` out."
 
-    other_nested.__qualname__ = nested.__qualname__
-    assert NameRules(rename=nested).mark != NameRules(rename=other_nested).mark
-    one, again, other = by("a", "b"), by("a", "b"), by("a", "c")
-    assert one.mark == again.mark != other.mark
-    assert partly({"a": "b"}).mark == partly({"a": "b"}).mark != partly({"a": "c"}).mark
-    architecture = marked("ab", one.mark)
-    assert again.for_save(architecture).rename == {}
-    assert other.for_save(architecture) is other
-    assert one.for_save("ab") is one
-    assert NameRules().mark == NameRules(rename={}).mark == ""
-    assert NameRules(rename={"a": "b", "c": "d"}).mark != NameRules(rename={"c": "d", "a": "b"}).mark
+
+def exchanged(rank: int, root: str, differs: bool) -> str | list[Any]:
+    """Two nodes, and a function that also reads its rank."""
+
+    def rename(name: str) -> str:
+        if differs and rank == 1:
+            return name
+        return {"a": "b", "b": "a", "c": "c"}[name[rank * 0]] + name[1:]
+
+    found = []
+    with running(Path(root) / str(rank), kinds=("dcp",), timeout_s=60.0) as manager:
+        for step in (1, 2, 3):
+            state = TrainState(three(step).model)
+            try:
+                manager.resume(state, rename=rename)
+            except CkptMirrorError as error:
+                return str(error)
+            found.append({name: module.state_dict() for name, module in state.model.items()})
+            manager.save(step, state).wait()
+    return found
+
+
+def test_all_ranks_rename_or_none_does(tmp_path: Path) -> None:
+    for first, second, third in run_ranks(2, exchanged, str(tmp_path / "one"), False):
+        assert same(first, second)
+        assert same(second, third)
+    text = "rename gives tensors other names on rank 1 on node 1 than on rank 0"
+    assert all(text in found for found in run_ranks(2, exchanged, str(tmp_path / "two"), True))
 
 
 @pytest.mark.parametrize("kind", KINDS)

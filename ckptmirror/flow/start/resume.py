@@ -31,9 +31,10 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import CkptMirrorError, IntegrityError, KindMismatch, Temporary
+from ckptmirror.core.errors import CkptMirrorError, IntegrityError, KindMismatch, Temporary, UsageError
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.per_rank import matching
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
@@ -89,6 +90,7 @@ class Resumed(NamedTuple):
         run_id: The run's id.
         attempt: This attempt.
         torn: The saves for whose other parts no node of this job waits (see :meth:`Node.start`).
+        renamed: The mark of ``rename`` (:meth:`NameRules.mark`), which this attempt's metas get.
         unchanged: Compares what was loaded with what the first step or save finds; None if it was not proved.
     """
 
@@ -96,6 +98,7 @@ class Resumed(NamedTuple):
     run_id: str
     attempt: Attempt
     torn: frozenset[str]
+    renamed: str
     unchanged: UnchangedCheck | None
 
 
@@ -127,6 +130,7 @@ def resume_run(
     """
     started = time.monotonic()
     elsewhere = names_elsewhere(ranks, stages, state)
+    mark = _mark_of_rename(ranks, state, options, elsewhere)
     exchange_result(ranks, functools.partial(_prepare, node, state, options), what="prepare a start")
     others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
     bringer: Bringer | None = None
@@ -143,7 +147,7 @@ def resume_run(
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
     loaded: tuple[Meta, LoadReport] | None = None
     for _ in range(_STARTS_LIMIT):
-        proposal, report, live = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere)
+        proposal, report, live = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere, mark)
         if loaded is not None:
             check = functools.partial(_check_replaces, loaded, proposal.meta, report)
             exchange_result(ranks, check, what="compare what was loaded twice")
@@ -157,7 +161,7 @@ def resume_run(
         if info is not None and info.changed and ranks.rank == 0:
             bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
         unchanged = unchanged_check(state, live, info.step, ranks) if info is not None else None
-        return Resumed(info, proposal.run_id, attempt, claimed.torn.all, unchanged)
+        return Resumed(info, proposal.run_id, attempt, claimed.torn.all, mark, unchanged)
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
@@ -188,6 +192,26 @@ def _check_replaces(before: tuple[Meta, LoadReport], meta: Meta | None, report: 
     )
 
 
+def _mark_of_rename(ranks: Ranks, state: TrainState, options: LoadOptions, elsewhere: frozenset[str]) -> str:
+    """Return the mark of ``rename``, which all ranks have alike: names of which each rank has its own are left out."""
+    if not options.rules.rename:
+        return ""
+    from ckptmirror.formats.names import live_values
+
+    def mark() -> str:
+        names = {*live_values(state.model), *elsewhere}
+        return options.rules.mark(names.difference(matching(state.per_rank, names)))
+
+    marks = exchange_result(ranks, mark, what="compare what rename does")
+    if (other := next((rank for rank, its in enumerate(marks) if its != marks[0]), None)) is not None:
+        who = rank_name(other, ranks.nodes_of_ranks)
+        raise UsageError(
+            f"rename gives tensors other names on {who} than on rank 0.",
+            hint="Give every rank one rename, which depends on nothing but a name.",
+        )
+    return marks[0]
+
+
 def _prepare(node: Node | None, state: TrainState, options: LoadOptions) -> None:
     remember_command(state, options.command_wins)
     if node is not None:
@@ -202,6 +226,7 @@ def _load_first_sound(
     state: TrainState,
     given: LoadOptions,
     elsewhere: frozenset[str],
+    mark: str,
 ) -> tuple[Proposal, LoadReport | None, list[Summed]]:
     """Load the first proposal that all ranks can load; return no report for a start at step 0.
 
@@ -213,7 +238,14 @@ def _load_first_sound(
         proposal = _propose(ranks, bringer, node)
         if proposal.meta is None:
             return proposal, None, []
-        options = replace(given, rules=given.rules.for_save(proposal.meta.architecture_hash))
+        options = replace(given, rules=given.rules.for_save(proposal.meta.architecture_hash, mark))
+        if mark and ranks.rank == 0:
+            said = (
+                "rename gives the tensors of step %d their names"
+                if options.rules.rename
+                else ("step %d was saved under the names that rename gives: it is not done again")
+            )
+            save_logger(_log, proposal.meta).info(said, proposal.meta.step)
         target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, rules=options.rules)
         try:
             whose_lists = _lists_to_read(ranks, proposal) if options.verify_loaded else frozenset()

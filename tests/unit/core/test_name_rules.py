@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from ckptmirror.core.errors import UsageError
-from ckptmirror.core.name_rules import ALL_NAMES, name_rules, parts_alone
+from ckptmirror.core.name_rules import ALL_NAMES, marked, name_rules, parts_alone
 
 
 def alike(saved: Iterable[str], _: Iterable[str]) -> dict[str, str]:
@@ -33,6 +33,36 @@ def test_a_saved_name_becomes(rename: object, name: str, new: str) -> None:
 def test_two_names_can_change_places() -> None:
     rules = name_rules(rename={"a": "b", "b": "a"})
     assert rules.pair(["a", "b"], ["a", "b"], [], alike) == ({"a": "b", "b": "a"}, ())
+
+
+class Table:
+    """Renames by a table, as a method."""
+
+    def __init__(self, **table: str) -> None:
+        self.table = table
+
+    def new(self, name: str) -> str:
+        return self.table[name]
+
+
+def test_a_rename_is_told_by_what_it_makes_of_the_names_of_a_model() -> None:
+    names = ["a", "b", "c"]
+    mark = name_rules(rename={"a": "b", "b": "a"}).mark(names)
+    same = [{"b": "a", "a": "b"}, Table(a="b", b="a", c="c").new, lambda name: {"a": "b", "b": "a"}.get(name, name)]
+    for rename in same:
+        rules = name_rules(rename=rename)
+        assert rules.mark(reversed(names)) == mark
+        assert rules.for_save(marked("hash", mark), mark).rename == {}
+        assert rules.for_save("hash", mark) is rules
+    others = [
+        Table(a="a", b="c", c="b").new,
+        Table(a="b", b="a").new,
+        {"a": "b", "b": "a", "c": "d"},
+    ]
+    assert len({mark, *(name_rules(rename=rename).mark(names) for rename in others)}) == 1 + len(others)
+    assert name_rules(rename={"a": "b", "b": "a"}).mark([*names, "d"]) != mark, "of another model"
+    assert ALL_NAMES.mark(names) == name_rules(rename={}).mark(names) == ""
+    assert ALL_NAMES.for_save("hash", "") is ALL_NAMES
 
 
 @pytest.mark.parametrize("rename", [3, {"a": 1}, {"a": "*"}, {"a?": "b"}, {"[ab]": "c"}])
