@@ -157,7 +157,8 @@ class CheckpointManager:
         self._last_before: SaveHandle | None = None  # last save of the previous attempt of this process
         self._pid = os.getpid()
         self._skipped: list[SaveHandle] = []  # for lack of room
-        self._snapshot_step = -1
+        self._skipped_before = 0  # of these, by earlier attempts of this process
+        self._began_at = self._snapshot_step = -1
         self._mirror_wait = MirrorWait(self.root, self._specs, self._state_dir)
         self._unchanged: UnchangedCheck | None = None
         self._closed = False
@@ -323,6 +324,8 @@ class CheckpointManager:
         )
         self._saver.follow(self._last_before)
         self._snapshot_step = -1  # of this attempt
+        self._began_at = info.step if info is not None else -1
+        self._skipped_before = len(self._skipped)
         if self._unchanged is not None:
             self._saver.before_first = self._unchanged.before_save
         if info is None:
@@ -598,8 +601,11 @@ class CheckpointManager:
 
     def _skipped_newest(self) -> bool:
         """Whether a save was skipped and no save or emergency snapshot followed it."""
-        saved = max(self._saver.last_step if self._saver is not None else -1, self._snapshot_step)
-        return any(handle.step > saved for handle in self._skipped)
+        committed = self._saver.last_step if self._saver is not None else -1
+        saved = max(committed, self._snapshot_step)
+        is_followed = self._snapshot_step >= 0 or committed > self._began_at  # what an earlier attempt skipped
+        skipped = self._skipped[self._skipped_before :] if is_followed else self._skipped
+        return any(handle.step > saved for handle in skipped)
 
     def _free(self) -> None:
         self._freed = True

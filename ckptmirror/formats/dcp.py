@@ -128,10 +128,6 @@ class DcpFormat:
 
 
 FORMAT = DcpFormat()
-_NO_GROUPS = (
-    "the process groups were destroyed before kind dcp was written: call close() before "
-    "torch.distributed.destroy_process_group()."
-)
 _IS_ALONE = "torch.distributed is (disabled|unavailable)"
 
 
@@ -150,8 +146,8 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
     state = _layout(snapshot, context.stage)
     if group is None:
         _hush_torch()
-    elif not dist.is_initialized():  # torch would take each rank for alone
-        raise UsageError(_NO_GROUPS)
+    else:
+        _check_is_there(group)  # without any group torch would take each rank for alone
     try:
         # A second checksum of every byte costs most of the CPU time of a write. Only torch reads these files, and it
         # does not check it; what is checked is the artifact's crc32c. The setting is this thread's alone.
@@ -167,10 +163,10 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
         copy = _share_metadata(writer.directory, group) if group is not None else None
     except CheckpointException as error:
         raise _of_first_rank(error, context.nodes_of_ranks) from error
-    except (RuntimeError, ValueError) as error:
-        if group is None or dist.is_initialized():
-            raise
-        raise UsageError(_NO_GROUPS) from error
+    except (RuntimeError, ValueError):
+        if group is not None:
+            _check_is_there(group)
+        raise
     mine = context.rank
     where = f"{writer.directory.name}/{METADATA_NAME}"
     digests = dict(writer.files.digests)
@@ -180,6 +176,22 @@ def _save(snapshot: Snapshot, writer: DirectoryWriter, context: WriteContext) ->
     if context.is_leader and mine != 0:
         digests[METADATA_NAME] = _write_copy(writer.directory, copy, context.save_id)
     return digests
+
+
+def _check_is_there(group: Any) -> None:
+    """Check that the training has not destroyed all groups.
+
+    Raises:
+        UsageError: It has.
+    """
+    try:
+        dist.get_rank(group)
+    except ValueError as error:
+        raise UsageError(
+            "the process groups were destroyed before kind dcp was written: call close() before "
+            "torch.distributed.destroy_process_group().",
+            hint="Create the manager again after init_process_group().",
+        ) from error
 
 
 def _of_first_rank(error: CheckpointException, nodes_of_ranks: Sequence[int]) -> CkptMirrorError:

@@ -88,6 +88,7 @@ class Ranks(Protocol):
         """Replace ``torch_group``. All ranks call this at the same place, after an exchange; any thread may.
 
         Raises:
+            UsageError: The training destroyed all groups.
             WaitTimeout: Not all ranks took part within the channel's limit.
         """
         ...

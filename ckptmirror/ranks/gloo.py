@@ -187,6 +187,12 @@ class GlooRanks:
 
         The new group is named after the old one, not by torch's count of groups: the training may create one meanwhile.
         """
+        if _is_gone(self._torch_group):
+            raise UsageError(
+                "the process groups were destroyed: kind dcp needs them.",
+                hint="Call close() before torch.distributed.destroy_process_group(), and create the manager after "
+                "init_process_group().",
+            )
         self._renewed += 1
         old, limit = self._torch_group, timedelta(seconds=self._timeout_s)
         members, name = dist.get_process_group_ranks(old), f"{self._group.group_name}:{self._renewed}"
@@ -240,7 +246,7 @@ class GlooRanks:
                 data = pack_value(value)
             except UsageError as unsendable:
                 error = unsendable
-        if error is not None and (_is_of_gloo(error) or not dist.is_initialized()):
+        if error is not None and (_is_of_gloo(error) or _is_gone(self._torch_group)):
             self._break_torch_group()
         self._number += 1
         report = Report(self._number, what, data, failure_of(error) if error is not None else None)
@@ -449,6 +455,14 @@ class GlooRanks:
             return asked.result()
         self._store = None  # its server is gone, or stopped: a thread that still asks it keeps the connection
         return ""
+
+
+def _is_gone(group: Any) -> bool:
+    """Whether the training has destroyed all groups."""
+    try:
+        return not dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return True
 
 
 def _is_of_gloo(error: BaseException) -> bool:

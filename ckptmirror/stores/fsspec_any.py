@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -293,6 +294,7 @@ class FsspecStore(Store):
                 options.setdefault("requests_timeout", _REQUEST_S)  # gcsfs itself has no limit
             try:
                 kind = _file_system(protocol)
+                draw_apart()  # it may ask for credentials at once, and again
                 of_url = kind._get_kwargs_from_urls(f"{protocol}://{self._location.bucket}/{self._location.prefix}")
                 kept.fs = kind(skip_instance_cache=True, **{**of_url, **options})
             except ImportError as error:
@@ -375,6 +377,8 @@ def _file_system(protocol: str) -> Any:
     if protocol in ("gs", "gcs"):  # the class that fsspec would use asks over gRPC for the kind of the bucket
         from gcsfs.core import GCSFileSystem
 
+        with contextlib.suppress(ImportError):
+            import_module("google.auth._exponential_backoff")  # imported late, by what asks for credentials
         return GCSFileSystem
     import fsspec
 

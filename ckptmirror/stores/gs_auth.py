@@ -17,8 +17,9 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from email.message import Message
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -161,6 +162,7 @@ def _default_credentials() -> Any:
     """
     import google.auth
 
+    _draw_apart()
     named = os.environ.get(_FILE_VARIABLE)
     if named and not _PATH.fullmatch(named):
         raise ConfigError(
@@ -170,8 +172,14 @@ def _default_credentials() -> Any:
     if named or os.path.isfile(path):  # noqa: PTH113 - Path's raises where the home may not be searched
         return _credentials_of(path, f"{_FILE_VARIABLE} names" if named else "The login is in")
     credentials, _ = google.auth.default(scopes=[_SCOPE], request=_request_token)
-    draw_apart()
     return credentials
+
+
+def _draw_apart() -> None:
+    """Let google.auth draw its delays from a generator of its own, from its first request on."""
+    with suppress(ImportError):
+        import_module("google.auth._exponential_backoff")  # it imports that once it asks
+    draw_apart()
 
 
 def _login_path() -> Path:
@@ -194,7 +202,6 @@ def _credentials_of(path: Path, where: str) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # it warns about files from untrusted sources
             load: Any = google.auth.load_credentials_from_dict
             found, _ = load(info, request=_request_token)
-        draw_apart()
         with_scopes: Any = with_scopes_if_required
         return with_scopes(found, [_SCOPE])  # a user's login keeps its own scopes
     except OSError as error:

@@ -331,6 +331,32 @@ def test_a_save_whose_groups_the_training_destroys_fails_at_once_and_says_what_t
     assert whole(tmp_path) == {}
 
 
+def save_without_groups(rank: int, root: str) -> list[tuple[str, str, int]]:
+    """Saves after the training destroyed all groups, the last after it made them again; one has what nothing saves."""
+    manager = CheckpointManager(root, kinds=("model",), timeout_s=LIMIT_S)
+    state = new_state()
+    manager.resume(state)
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    found = []
+    for step, kinds in enumerate([("model",), ("model",), ("model",), ("dcp",), ("dcp",), ("model",), ("dcp",)], 1):
+        if step == 7:
+            again = dist.PrefixStore("again", store)
+            dist.init_process_group("gloo", store=again, rank=rank, world_size=2, timeout=timedelta(seconds=LIMIT_S))
+        state.extra = {"own": threading.Lock()} if (rank, step) == (1, 2) else {}
+        found.append(outcome(lambda step=step, kinds=kinds: manager.save(step, state, kinds=kinds).wait().step))  # type: ignore[misc]
+    with suppress(CkptMirrorError):
+        manager.close()
+    return found
+
+
+def test_saves_of_kind_model_go_on_without_groups_and_those_of_kind_dcp_say_what_they_lack(tmp_path: Path) -> None:
+    for found in run_ranks(2, save_without_groups, str(tmp_path)):
+        kinds, messages, _ = zip(*found, strict=True)
+        assert [at for at, kind in enumerate(kinds, 1) if kind == "value"] == [1, 3, 6]
+        assert all("the process groups were destroyed" in messages[at - 1] for at in (4, 5, 7))
+
+
 def save_with_a_late_rank(rank: int, root: str) -> tuple[list[tuple[str, str, int]], int]:
     """Three saves; in the second, rank 1 comes to the first collective only after rank 0 has given it up."""
     gave_up = dist.distributed_c10d._get_default_store()

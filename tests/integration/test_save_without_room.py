@@ -156,6 +156,29 @@ def test_a_stop_with_a_snapshot_newer_than_the_skipped_saves_ends_well(
     assert json.loads((root / names.STATUS_NAME).read_text())["status"] == "stopped"
 
 
+@pytest.mark.parametrize("followed", ["snapshot", "save"])
+def test_a_stop_after_a_way_back_does_not_raise_what_was_skipped_before_it(
+    followed: str, mounted: Callable[..., Path]
+) -> None:
+    root = mounted("size=2m") / "run"
+    manager = CheckpointManager(root, kinds=("model",))
+    state = new_state()
+    manager.resume(state)
+    manager.save(1, state)
+    state.extra["large"] = "x" * 2_000_000
+    manager.save(10, state).wait_over()
+    del state.extra["large"]
+    manager.resume(state, policy=1)
+    stop = StopRequest()
+    stop.request("the test")
+    if followed == "save":
+        manager.save(2, state)
+    else:
+        manager.save_emergency_checkpoint(2, state)
+    manager.close(stop=stop)
+    assert json.loads((root / names.STATUS_NAME).read_text())["status"] == "stopped"
+
+
 def test_a_snapshot_that_finds_no_room_waits_for_the_save_in_flight_and_takes_the_room_that_it_frees(
     mounted: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,

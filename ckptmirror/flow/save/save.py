@@ -395,7 +395,7 @@ class Saver:
             free,
             holdings_of(copied),
             self._said(copied),
-            self._ranks.lost_torch_group,
+            "dcp" in request.kinds and self._ranks.lost_torch_group,
         )
         plans = self._ranks.exchange(plan, what="agree on a save", error=failure)
         assert isinstance(copied, Copied)

@@ -117,7 +117,7 @@ class Plan:
     free: bool
     holds: Holdings = Holdings()
     said: SaveMetadata | None = None
-    is_cut: bool = False  # whether a collective of an earlier save failed on this rank
+    is_cut: bool = False  # whether a collective failed on this rank, and this save needs one
 
 
 def holdings_of(copied: object) -> Holdings:

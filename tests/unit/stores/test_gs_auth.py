@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -109,6 +113,33 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         del format, args
+
+
+def test_a_metadata_service_that_hangs_up_does_not_move_the_random_numbers_of_the_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a process of its own: what asks there is imported only once it asks."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_hang_up, args=(server,), daemon=True).start()
+        host = f"127.0.0.1:{server.getsockname()[1]}"
+        for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
+            monkeypatch.setenv(name, host)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+        monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+        code = (
+            "import random; from ckptmirror.stores.gs_auth import GoogleTokens; before = random.getstate()\n"
+            "try: GoogleTokens().headers()\n"
+            "except Exception as error: print(type(error).__name__, random.getstate() == before)"
+        )
+        told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["NotAuthorised", "True"]
+
+
+def _hang_up(server: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()
 
 
 def test_a_virtual_machine_gets_its_token_from_the_metadata_service(
