@@ -8,7 +8,8 @@ Rules:
 * A command that renames what it loads starts again from saves of its own, which have the new names: its ``rename`` is
   not done once more there. Names alone would not tell, for a rename may exchange them. So the metas of an attempt have
   a mark of what its ``rename`` makes of the model's names, which are those of its saves (:meth:`NameRules.for_save`).
-  A mark of the function itself would change with the order of a dict, the version of Python or what the function logs.
+  An attempt without one passes the mark on. A mark of the function itself would change with the order of a dict, the
+  version of Python or what the function logs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 from ckptmirror.core.errors import CkptMirrorError, UsageError
 
-__all__ = ["ALL_NAMES", "NameRules", "Rename", "marked", "name_rules", "parts_alone"]
+__all__ = ["ALL_NAMES", "NameRules", "Rename", "mark_of", "marked", "name_rules", "parts_alone"]
 
 Rename = Mapping[str, str] | Callable[[str], str]
 _PREFIX = "model."
@@ -106,7 +107,7 @@ class NameRules:
                 + (f" Missing in the checkpoint: {_some(missing)}." if missing else "")
                 + (f" Not in the model: {_some(unexpected)}." if unexpected else ""),
                 hint="The save has all names of the model as they are: leave `rename` out."
-                if self.rename and {*saved}.issuperset(live)
+                if self.rename and missing and {*saved}.issuperset(live)
                 else "Build the model with the configuration that the meta names (its `training_config`).",
             )
         if missing and not elsewhere and not {*live} & {*matched.values()}:
@@ -154,26 +155,29 @@ class NameRules:
         self._check_used("rename", "", [old for old in renamed if old not in made], saved, "the save has no")
 
     def mark(self, names: Iterable[str]) -> str:
-        """Tell, as 16 hex digits, what ``rename`` makes of the names of a model; "" if there is none."""
+        """Tell, as 16 hex digits, which names of a model ``rename`` changes, and to what; "" if there is none."""
         if not self.rename:
             return ""
-        return hashlib.sha256(repr([(name, self._made_of(name)) for name in sorted(names)]).encode()).hexdigest()[:16]
+        changed = [(name, new) for name in sorted(names) if (new := self._made_of(name)) != name]
+        return hashlib.sha256(repr(changed).encode()).hexdigest()[:16]
 
     def _made_of(self, name: str) -> str:
         try:
             return self.renamed(name)
         except UsageError:  # a function may know only old names
-            return ""
+            return name
 
-    def for_save(self, architecture: str | None, mark: str) -> NameRules:
-        """Return the rules for a start from a save, without ``rename`` if it was done at an earlier start.
+    def for_save(self, architecture: str | None, mark: str, live: Collection[str]) -> NameRules:
+        """Return the rules for a start from a save: names that an earlier start gave to its tensors stay.
 
         Args:
             architecture: The save's ``architecture_hash``.
             mark: That of this ``rename`` for the names of the model (:meth:`mark`).
+            live: The names of the model, on all ranks.
         """
-        is_done = bool(mark) and (architecture or "").partition(".")[2] == mark
-        return replace(self, rename={}) if is_done else self
+        if not mark or mark_of(architecture) != mark:
+            return self
+        return replace(self, rename=lambda name: name if name in live else self.renamed(name))
 
     def _check_used(self, what: str, prefix: str, patterns: Iterable[str], names: Collection[str], has: str) -> None:
         for pattern in patterns:
@@ -206,8 +210,13 @@ def name_rules(exclude: Collection[str] = (), rename: Any = None, *, strict: boo
     return NameRules(patterns, rename if rename is not None else {}, bool(strict))
 
 
+def mark_of(architecture: str | None) -> str:
+    """Return the mark in an ``architecture_hash``; "" if it has none."""
+    return (architecture or "").partition(".")[2]
+
+
 def marked(architecture: str | None, mark: str) -> str | None:
-    """Return the ``architecture_hash`` of a save of an attempt that began with the ``rename`` of this mark."""
+    """Return the ``architecture_hash`` of a save whose names a ``rename`` of this mark has given."""
     return f"{architecture or ''}.{mark}" if mark else architecture
 
 

@@ -124,18 +124,20 @@ class Own:
                 f"(per_rank); that of rank {self.rank} was found."
             )
 
-    def refuse_other_names(self, live: Collection[str], here: Collection[str]) -> None:
+    def refuse_other_names(self, live: Collection[str], here: Collection[str], *, is_renamed: bool = False) -> None:
         """Refuse to load it where this rank has others of these values than the rank that wrote it.
 
         Args:
             live: All names of the live model.
             here: What the names of the save are called there.
+            is_renamed: Whether these are other names, which the patterns of the save do not know.
 
         Raises:
             UsageError: Other names match the patterns here, as in another split into stages.
         """
         lacking = sorted(set(here).difference(live))
-        if differ := lacking or sorted(set(matching(self.patterns, live)).difference(here)):
+        matched = set(matching(self.patterns, live)) if not is_renamed else set()
+        if differ := lacking or sorted(matched.difference(here)):
             where = "in the model here" if lacking else "in what the save has of this rank"
             raise UsageError(
                 f"Each rank of the save had values of its own of {_some(self.patterns)} (per_rank), and {differ[0]} is "
@@ -377,8 +379,9 @@ def own_for(target: Any, extra: Any, of: Callable[[int], Any], tools: ValueTools
     known = tuple(one for rank, one in enumerate(records) if one is not None and one.rank == rank)
     if len(known) != own.world_size or any(one.world_size != own.world_size for one in known):
         raise IntegrityError("The files of the ranks do not have what each rank had of its own (per_rank).")
-    names = frozenset(name for one in known for name in one.names) - target.elsewhere
-    functions = {name: merge for name in names if (merge := function_for(declared, name)) is not None}
+    new = {name: target.rules.renamed(name) for one in known for name in one.names}
+    names = frozenset(name for name, there in new.items() if there not in target.elsewhere)
+    functions = {name: merge for name in names if (merge := function_for(declared, new[name])) is not None}
     if lacking := sorted(names - functions.keys()):
         replace(own, patterns=tuple(lacking)).refuse_other_ranks(target.rank, target.world_size)
     return _Merged(own.patterns, names, target.rank, target.world_size, True, {}, {}, known, functions, tools)

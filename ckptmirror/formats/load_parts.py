@@ -69,12 +69,14 @@ def load_parts(
     beside = extra()
     own = own_for(target, beside, extra, OWN_VALUES)
     live = live_values(state.model)
-    like = {name: live.get(at) for name, at in match_names(own.names if own is not None else (), live).items()}
-    here = set(match_names(like, live).values())
+    new = {name: target.rules.renamed(name) for name in (own.names if own is not None else ())}
+    at = match_names(new.values(), live)
+    like = {name: live.get(at[there]) for name, there in new.items()}
+    here = set(at.values())
     if "model" not in target.exclude:
         fill = model(lambda shared: own.values(shared, like) if own is not None else {})
     if own is not None:
-        own.refuse_other_names(live, here)
+        own.refuse_other_names(live, here, is_renamed=any(name != there for name, there in new.items()))
     command = beside.get(COMMAND) if isinstance(beside, Mapping) else None
     refuse_other_classes(command, command_of(state, as_built=True), target.exclude)
     if "optimizer" not in target.exclude and state.optimizer is not None:

@@ -155,6 +155,28 @@ def test_names_that_save_and_model_both_have_are_renamed_once(
         manager.resume(state_of(), strict=False)
 
 
+def test_an_exchange_is_not_undone_after_a_start_without_it_or_in_a_larger_model(tmp_path: Path) -> None:
+    was, rename = TrainState(three(0).model), {"a.*": "b.*", "b.*": "a.*"}
+    with running(tmp_path) as manager:
+        manager.resume(was)
+        manager.save(1, was).wait()
+    larger = nn.ModuleDict({**three(2).model, "d": nn.Linear(2, 2)})
+    models = [three(1).model, three(1).model, larger]
+    for began, model in enumerate(models, 1):
+        state = TrainState(model)
+        with running(tmp_path) as manager:
+            manager.resume(state, rename=rename, strict=False)
+            assert same(state.model["a"].state_dict(), was.model["b"].state_dict())
+            assert same(state.model["b"].state_dict(), was.model["a"].state_dict())
+            if began == 1:
+                manager.save(2, state).wait()
+                manager.resume(state, policy=2)  # a way back in the process
+            manager.save(began + 2, state).wait()
+    with running(tmp_path) as manager:
+        manager.resume(state, rename={"b.*": "c.*", "c.*": "b.*"})
+        assert same(state.model["c"].state_dict(), was.model["a"].state_dict())
+
+
 def test_a_rename_whose_new_names_are_in_the_save_may_stay_and_grow(tmp_path: Path) -> None:
     """Also where the save has no mark of it: one of an older release, or of a start without it."""
     was = saved(tmp_path, "dcp")
@@ -321,3 +343,38 @@ def test_shards_follow_their_new_names(tmp_path: Path, kind: str) -> None:
     for before, after in zip(first, again, strict=True):
         assert torch.equal(before[1], after[1])
         assert torch.equal(before[2], after[2])
+
+
+def own_on_ranks(rank: int, root: str, names: tuple[str, str], rename: dict[str, str] | None, own: str) -> list[float]:
+    """Each rank has a weight of its own, and momentum."""
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in names})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = TrainState(model, optimizer, per_rank={f"{own}.*": lambda values, _rank, _size: values[-1]})
+    with running(Path(root), kinds=("dcp",), timeout_s=60.0) as manager:
+        start = manager.resume(state, rename=rename)
+        if start is None:
+            for at, name in enumerate(names, 1):
+                weight = model[name].weight
+                nn.init.constant_(weight, 10 * at + (rank if name == own else 0))
+                optimizer.state[weight]["momentum_buffer"] = weight.detach() + 0.5
+            manager.save(1, state).wait()
+        else:
+            assert not any("one value for all ranks" in line for line in start.missing)
+    weights = [module.weight for module in model.values()]
+    assert all(torch.equal(optimizer.state[weight]["momentum_buffer"], weight + 0.5) for weight in weights)
+    return [float(weight[0, 0]) for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("names", "rename", "own", "found"),
+    [
+        (("n", "b"), {"a.*": "n.*"}, "n", ([10, 20], [11, 20])),
+        (("a", "b"), {"a.*": "b.*", "b.*": "a.*"}, "b", ([20, 10], [20, 11])),
+    ],
+)
+def test_what_each_rank_has_of_its_own_follows_its_new_name(
+    names: tuple[str, str], rename: dict[str, str], own: str, found: tuple[list[int], list[int]], tmp_path: Path
+) -> None:
+    run_ranks(2, own_on_ranks, str(tmp_path), ("a", "b"), None, "a")
+    assert tuple(run_ranks(2, own_on_ranks, str(tmp_path), names, rename, own)) == found
+    assert run_ranks(3, own_on_ranks, str(tmp_path), names, rename, own) == [found[1]] * 3

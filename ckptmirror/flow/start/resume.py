@@ -34,6 +34,7 @@ from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError, IntegrityError, KindMismatch, Temporary, UsageError
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Attempt, Kind, Meta
+from ckptmirror.core.name_rules import mark_of
 from ckptmirror.core.per_rank import matching
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
@@ -90,7 +91,7 @@ class Resumed(NamedTuple):
         run_id: The run's id.
         attempt: This attempt.
         torn: The saves for whose other parts no node of this job waits (see :meth:`Node.start`).
-        renamed: The mark of ``rename`` (:meth:`NameRules.mark`), which this attempt's metas get.
+        renamed: The mark of ``rename`` (:meth:`NameRules.mark`) that this attempt's metas get.
         unchanged: Compares what was loaded with what the first step or save finds; None if it was not proved.
     """
 
@@ -130,7 +131,7 @@ def resume_run(
     """
     started = time.monotonic()
     elsewhere = names_elsewhere(ranks, stages, state)
-    mark = _mark_of_rename(ranks, state, options, elsewhere)
+    mark, live_names = _mark_of_rename(ranks, state, options, elsewhere)
     exchange_result(ranks, functools.partial(_prepare, node, state, options), what="prepare a start")
     others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
     bringer: Bringer | None = None
@@ -147,7 +148,9 @@ def resume_run(
     _meet_until_done(ranks, look if node is not None and ranks.rank == 0 else None, node, "look at every place")
     loaded: tuple[Meta, LoadReport] | None = None
     for _ in range(_STARTS_LIMIT):
-        proposal, report, live = _load_first_sound(root, ranks, bringer, node, state, options, elsewhere, mark)
+        proposal, report, live = _load_first_sound(
+            root, ranks, bringer, node, state, options, elsewhere, mark, live_names
+        )
         if loaded is not None:
             check = functools.partial(_check_replaces, loaded, proposal.meta, report)
             exchange_result(ranks, check, what="compare what was loaded twice")
@@ -160,8 +163,9 @@ def resume_run(
         info = _info(proposal, report, left_out(state, options.exclude)) if report is not None else None
         if info is not None and info.changed and ranks.rank == 0:
             bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
+        renamed = mark or mark_of(proposal.meta.architecture_hash if proposal.meta is not None else None)
         unchanged = unchanged_check(state, live, info.step, ranks) if info is not None else None
-        return Resumed(info, proposal.run_id, attempt, claimed.torn.all, mark, unchanged)
+        return Resumed(info, proposal.run_id, attempt, claimed.torn.all, renamed, unchanged)
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
@@ -192,14 +196,22 @@ def _check_replaces(before: tuple[Meta, LoadReport], meta: Meta | None, report: 
     )
 
 
-def _mark_of_rename(ranks: Ranks, state: TrainState, options: LoadOptions, elsewhere: frozenset[str]) -> str:
-    """Return the mark of ``rename``, which all ranks have alike: names of which each rank has its own are left out."""
+def _mark_of_rename(
+    ranks: Ranks, state: TrainState, options: LoadOptions, elsewhere: frozenset[str]
+) -> tuple[str, frozenset[str]]:
+    """Return the mark of ``rename`` and the names of the model.
+
+    All ranks have one mark: names of which each rank may have its own are left out.
+    """
     if not options.rules.rename:
-        return ""
+        return "", frozenset()
     from ckptmirror.formats.names import live_values
 
+    names: frozenset[str] = frozenset()
+
     def mark() -> str:
-        names = {*live_values(state.model), *elsewhere}
+        nonlocal names
+        names = elsewhere.union(live_values(state.model))
         return options.rules.mark(names.difference(matching(state.per_rank, names)))
 
     marks = exchange_result(ranks, mark, what="compare what rename does")
@@ -209,7 +221,7 @@ def _mark_of_rename(ranks: Ranks, state: TrainState, options: LoadOptions, elsew
             f"rename gives tensors other names on {who} than on rank 0.",
             hint="Give every rank one rename, which depends on nothing but a name.",
         )
-    return marks[0]
+    return marks[0], names
 
 
 def _prepare(node: Node | None, state: TrainState, options: LoadOptions) -> None:
@@ -227,6 +239,7 @@ def _load_first_sound(
     given: LoadOptions,
     elsewhere: frozenset[str],
     mark: str,
+    live_names: frozenset[str],
 ) -> tuple[Proposal, LoadReport | None, list[Summed]]:
     """Load the first proposal that all ranks can load; return no report for a start at step 0.
 
@@ -238,13 +251,11 @@ def _load_first_sound(
         proposal = _propose(ranks, bringer, node)
         if proposal.meta is None:
             return proposal, None, []
-        options = replace(given, rules=given.rules.for_save(proposal.meta.architecture_hash, mark))
+        options = replace(given, rules=given.rules.for_save(proposal.meta.architecture_hash, mark, live_names))
         if mark and ranks.rank == 0:
-            said = (
-                "rename gives the tensors of step %d their names"
-                if options.rules.rename
-                else ("step %d was saved under the names that rename gives: it is not done again")
-            )
+            said = "step %d: rename gives its tensors their names"
+            if options.rules is not given.rules:
+                said = "step %d: rename was done before, and its names stay"
             save_logger(_log, proposal.meta).info(said, proposal.meta.step)
         target = LoadTarget(state, ranks.rank, ranks.world_size, options.exclude, elsewhere, rules=options.rules)
         try:

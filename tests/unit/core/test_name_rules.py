@@ -48,21 +48,23 @@ class Table:
 def test_a_rename_is_told_by_what_it_makes_of_the_names_of_a_model() -> None:
     names = ["a", "b", "c"]
     mark = name_rules(rename={"a": "b", "b": "a"}).mark(names)
-    same = [{"b": "a", "a": "b"}, Table(a="b", b="a", c="c").new, lambda name: {"a": "b", "b": "a"}.get(name, name)]
+    same = [{"b": "a", "a": "b"}, Table(a="b", b="a").new, lambda name: {"a": "b", "b": "a"}.get(name, name)]
     for rename in same:
         rules = name_rules(rename=rename)
         assert rules.mark(reversed(names)) == mark
-        assert rules.for_save(marked("hash", mark), mark).rename == {}
-        assert rules.for_save("hash", mark) is rules
+        done = rules.for_save(marked("hash", mark), mark, names)
+        assert [done.renamed(name) for name in names] == names
+        assert rules.for_save("hash", mark, names) is rules
     others = [
         Table(a="a", b="c", c="b").new,
-        Table(a="b", b="a").new,
         {"a": "b", "b": "a", "c": "d"},
     ]
     assert len({mark, *(name_rules(rename=rename).mark(names) for rename in others)}) == 1 + len(others)
-    assert name_rules(rename={"a": "b", "b": "a"}).mark([*names, "d"]) != mark, "of another model"
+    more = name_rules(rename={"a": "b", "b": "a", "old": "d"})
+    assert more.mark([*names, "d"]) == mark, "the model has more names now"
+    assert more.for_save(marked("hash", mark), mark, [*names, "d"]).renamed("old") == "d"
     assert ALL_NAMES.mark(names) == name_rules(rename={}).mark(names) == ""
-    assert ALL_NAMES.for_save("hash", "") is ALL_NAMES
+    assert ALL_NAMES.for_save("hash", "", names) is ALL_NAMES
 
 
 @pytest.mark.parametrize("rename", [3, {"a": 1}, {"a": "*"}, {"a?": "b"}, {"[ab]": "c"}])
