@@ -10,6 +10,7 @@ import pytest
 
 from ckptmirror.core import per_rank
 from ckptmirror.core.errors import IntegrityError, UsageError
+from ckptmirror.core.name_rules import ALL_NAMES
 
 NAMES = ["shared.weight", "experts.0.weight", "experts.1.weight", "norm.running_mean"]
 MODEL = {name: f"value of {name}" for name in NAMES}
@@ -32,7 +33,12 @@ def target(
 ) -> Any:
     state = SimpleNamespace(optimizer=optimizer, per_rank=declared)
     return SimpleNamespace(
-        rank=rank, world_size=world_size, exclude=frozenset(exclude), state=state, elsewhere=frozenset()
+        rank=rank,
+        world_size=world_size,
+        exclude=frozenset(exclude),
+        state=state,
+        elsewhere=frozenset(),
+        rules=ALL_NAMES,
     )
 
 
