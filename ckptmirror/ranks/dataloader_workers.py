@@ -4,15 +4,22 @@ Rules:
 * A worker that gets a SIGTERM keeps running for ``grace_s`` at most, so it cannot outlive its trainer by more than
   that.
 * Its parent is the trainer; if the parent is gone, the worker ends at once.
+* It also ends at once if the trainer ends: Python then sends its workers SIGTERM and waits for them. A file that is
+  there from just before that until just after tells them whose signal it is.
 * Picklable, so that workers may be spawned. Standard library only.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from pathlib import Path
 from types import FrameType
 
 __all__ = ["WorkerShield"]
@@ -29,14 +36,17 @@ class WorkerShield:
     def __init__(self, worker_init_fn: Callable[[int], object] | None = None, *, grace_s: float = 30.0) -> None:
         self._inner = worker_init_fn
         self._grace_s = grace_s
+        self._ends = Path(tempfile.gettempdir()) / f"ckptmirror-ends-{secrets.token_hex(8)}"
+        Finalize(None, _make, (self._ends,), exitpriority=100)  # those of 0 and above run before the workers are ended
+        Finalize(None, _remove, (self._ends,), exitpriority=-100)
 
     def __call__(self, worker_id: int) -> None:
         """Shield this process; called in the main thread of a worker."""
-        parent, grace_s = os.getppid(), self._grace_s
+        parent, grace_s, ends = os.getppid(), self._grace_s, self._ends
         timers: list[threading.Timer] = []
 
         def outlive(_number: int, _frame: FrameType | None) -> None:
-            if os.getppid() != parent:
+            if os.getppid() != parent or ends.exists():
                 os._exit(0)
             if not timers:
                 timer = threading.Timer(grace_s, os._exit, args=(0,))
@@ -47,3 +57,13 @@ class WorkerShield:
         signal.signal(signal.SIGTERM, outlive)
         if self._inner is not None:
             self._inner(worker_id)
+
+
+def _make(path: Path) -> None:
+    with suppress(OSError):
+        path.touch()
+
+
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()
