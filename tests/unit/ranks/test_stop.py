@@ -286,7 +286,8 @@ ENDS = """
         shield = WorkerShield(grace_s=3600.0)
         print(shield._ends)
         loader = DataLoader(
-            range(64), num_workers=2, worker_init_fn=shield, persistent_workers=True, multiprocessing_context=sys.argv[1]
+            range(64), num_workers=2, worker_init_fn=shield, persistent_workers=True,
+            multiprocessing_context=sys.argv[1],
         )
         for batch in loader:
             if batch == 8:
