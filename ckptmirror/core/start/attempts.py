@@ -281,8 +281,8 @@ def claim_from(
     counted = count(evidence)
     configured = [row.place for row in evidence.mirrors() if row.required and row.reach is not Reach.DROPPED]
     heard = AttemptList(run_id, tuple(counted.heard.values()))
-    completed = tuple(sorted(_ids(evidence.disk, Voice.COMPLETED)))
-    known = AttemptList(run_id, tuple(counted.known.values()), evidence.requirements, completed)
+    completed = _ids(evidence.disk, Voice.COMPLETED) | _taken_by_all(evidence, counted.known.values())
+    known = AttemptList(run_id, tuple(counted.known.values()), evidence.requirements, tuple(sorted(completed)))
     known = merge_attempts(known, AttemptList(run_id, tuple(adopted)))
     number = max(next_number(heard), next_number(known))
     requires = merge_requirements([*(Requirement(url, number) for url in configured), *evidence.requirements])
@@ -296,6 +296,20 @@ def claim_from(
         known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
         needs=required if needs_all else (),
     )
+
+
+def _taken_by_all(evidence: Evidence, known: Iterable[Attempt]) -> set[str]:
+    """Return the attempts of persons that every mirror which had to take them lists now: of these no doubt is left."""
+    listed = {
+        row.place: _ids(row, Voice.CLAIMED)
+        for row in evidence.mirrors()
+        if row.answers and row.listed is ListFound.SOUND
+    }
+    return {
+        one.id
+        for one in known
+        if one.by_person and one.required and all(one.id in listed.get(url, ()) for url in one.required)
+    }
 
 
 def with_earlier(claim: Claim, attempt: str) -> Claim:

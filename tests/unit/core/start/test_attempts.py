@@ -173,6 +173,16 @@ def test_a_persons_attempt_that_this_root_completed_counts_while_a_mirror_is_sil
     assert "C" in found.counting
 
 
+def test_a_start_records_that_all_mirrors_have_taken_a_persons_attempt_of_another_root() -> None:
+    """Else each later start would doubt it while one of them is silent."""
+    taken = evidence(place(DISK, (A,)), *both((A, BACK_TO_A1), (A1, A2)))
+    assert claim_from(taken, Attempt("D", 0, ref(A1)), "run", needs_all=False).root_list.completed == ("C",)
+    on_one = evidence(place(DISK, (A,)), place("gs://a", (A, BACK_TO_A1), (A1,)), place("gs://b", (A,), (A1,)))
+    one_silent = evidence(place(DISK, (A,)), place("gs://a", (A, BACK_TO_A1), (A1,)), silent("gs://b"))
+    for seen in (on_one, one_silent):
+        assert claim_from(seen, Attempt("D", 0, ref(A1)), "run", needs_all=False).root_list.completed == ()
+
+
 def test_a_mirror_that_became_required_later_does_not_undo_a_persons_attempt() -> None:
     required_later = place("gs://c", (A,), (A1,))
     found = count(evidence(place(DISK), *both((A, BACK_TO_A1), (A1, A2)), required_later))
