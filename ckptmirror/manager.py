@@ -37,7 +37,6 @@ from ckptmirror.core.errors import (
     BackgroundSaveFailed,
     CkptMirrorError,
     DeadlinePassed,
-    RankFailed,
     UsageError,
     WaitTimeout,
 )
@@ -48,6 +47,7 @@ from ckptmirror.core.per_rank import check_patterns
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.setting_checks import checked_seconds
 from ckptmirror.core.stages import stages_of
+from ckptmirror.core.start.quarantine import is_of_training
 from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
 from ckptmirror.flow.mirror_wait import MirrorWait
 from ckptmirror.flow.places.mirrors import MirrorSpec
@@ -308,6 +308,7 @@ class CheckpointManager:
                 self._node.on_commit,
                 self._node.recreate_table,
                 self._node.on_skipped,
+                self._node.on_failed,
             )
         import_formats(self.kinds)
         self._saver = Saver(
@@ -554,7 +555,9 @@ class CheckpointManager:
                 self.events.emit(stop_event(stop, self.ranks.rank))
             return stopped
 
-        failed = _is_failure(sys.exc_info()[1])  # which is being handled here; torchrun stops the ranks that are left
+        failed = is_of_training(
+            sys.exc_info()[1]
+        )  # which is being handled here; torchrun stops the ranks that are left
         deadline = time.monotonic() + timeout_s
         try:
             if self._saver is not None:
@@ -647,7 +650,7 @@ class CheckpointManager:
                 self._saver.wait_over(_LEAVING_TELL_S)
         if self._node is None:
             return
-        self._node.end_attempt(failed=_is_failure(getattr(sys, "last_value", None)))
+        self._node.end_attempt(failed=is_of_training(getattr(sys, "last_value", None)))
         try:
             pending = self._node.durability().files
         except CkptMirrorError as error:
@@ -690,14 +693,3 @@ class CheckpointManager:
             raise UsageError(
                 "This manager is closed.", hint="Create a CheckpointManager again, and call resume() before save()."
             )
-
-
-def _is_failure(error: BaseException | None) -> bool:
-    """Whether training ends because of an error that may be the fault of the save: not of a stop, nor of a place.
-
-    That another rank died is such an error too, also if a save in the background was what noticed it.
-    """
-    cause = error.__cause__ if isinstance(error, BackgroundSaveFailed) else error
-    if isinstance(cause, RankFailed):
-        return cause.is_death
-    return isinstance(error, Exception) and not isinstance(error, CkptMirrorError)

@@ -77,6 +77,32 @@ def test_that_another_rank_died_is_no_end_in_order(nodes: str, who: int, kills: 
     assert [one.step for one in next_job(tmp_path, nodes)] == [1, 1]
 
 
+def cannot_save(rank: int, job: Job, *, who: int) -> str:
+    """Resume, report a step, and save what cannot be saved on one rank; the leaders are killed when they hear of it."""
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], timeout_s=WAIT_S)
+    state = built(job.wrapped)
+    info = manager.resume(state)
+    assert info is not None
+    manager.report(info.step + 1, 0.5)
+    if rank == who:
+        state.extra = {"fn": len}
+    try:
+        manager.save(info.step + 1, state).wait()
+    except CkptMirrorError as error:
+        if manager.ranks.is_leader:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return str(error)
+    return ""
+
+
+def test_a_save_that_ckptmirror_refused_is_not_the_fault_of_the_one_before_it(tmp_path: Path) -> None:
+    Job(tmp_path, "aab", (1, 2)).run()
+    for _ in range(3):
+        _, said, _ = Job(tmp_path, "aab").run(partial(cannot_save, who=1), dead=(0, 2))
+        assert "extra.fn" in said
+    assert [one.step for one in next_job(tmp_path, "aab")] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("diverges", [(), (0,), (1,)], ids=["died", "diverged on node 0", "diverged on node 1"])
 def test_all_ranks_of_the_fourth_job_go_back_together(diverges: tuple[int, ...], tmp_path: Path) -> None:
     Job(tmp_path, "ab", (1, 2)).run()

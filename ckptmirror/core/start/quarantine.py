@@ -5,7 +5,8 @@ Rules:
   is not finite (it *diverged*) or ended without saying so (it *died*).
 * A start that reported no step says nothing about its save: the command may be wrong, or a node not ready. It is left
   out of the row. So a run that never reports has no quarantine.
-* A start that ended in order (a stop request, ``close``) or committed a save ends the row.
+* A start that ended in order (a stop request, ``close``) or committed a save ends the row. So does one whose save
+  ckptmirror failed on any rank: it got to its next save, and what ends it then follows from that.
 * A start that died counts only if the next start of the run was on the same root: another start may have fenced it, and
   where a job comes back on other machines, the old ones may have been the cause.
 * A save that a person chose, or that a start went back to, is never quarantined. So a person's release holds, and
@@ -19,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, RankFailed
 from ckptmirror.core.model import Attempt
 from ckptmirror.core.start.evidence import Evidence, Voice
 
@@ -26,6 +28,7 @@ __all__ = [
     "FAILED_STARTS",
     "Failure",
     "chosen_saves",
+    "is_of_training",
     "quarantine_changes",
     "quarantined",
     "quarantined_at",
@@ -120,6 +123,17 @@ def quarantine_changes(
 def chosen_saves(attempts: Iterable[Attempt]) -> frozenset[str]:
     """Return the ids of the saves that a person chose to continue from, or that a start went back to."""
     return frozenset(one.parent.save_id for one in attempts if one.by_person and one.parent is not None)
+
+
+def is_of_training(error: BaseException | None) -> bool:
+    """Whether an error may be the fault of the save that training started from: not a stop, nor ckptmirror's own.
+
+    That another rank died is such an error too, also if a save in the background was what noticed it.
+    """
+    cause = error.__cause__ if isinstance(error, BackgroundSaveFailed) else error
+    if isinstance(cause, RankFailed):
+        return cause.is_death
+    return isinstance(error, Exception) and not isinstance(error, CkptMirrorError)
 
 
 def why_quarantined(failures: Collection[Failure]) -> str:

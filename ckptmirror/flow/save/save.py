@@ -40,6 +40,7 @@ from ckptmirror.core.name_rules import marked
 from ckptmirror.core.replica_agreement import digests_of
 from ckptmirror.core.save_numbers import number_of_save, number_of_snapshot
 from ckptmirror.core.stages import NO_STAGES, Stages
+from ckptmirror.core.start.quarantine import is_of_training
 from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
 from ckptmirror.flow.save.handle import SaveHandle, TurnLock
 from ckptmirror.flow.save.save_parts import (
@@ -236,6 +237,7 @@ class Saver:
     def _give_up(self, handle: SaveHandle, request: SaveRequest, error: BaseException) -> None:
         """End a save that raised: free its buffers, and let the background thread report the error to other ranks."""
         handle.observed()
+        self._note_failure(error)
         try:
             if self._copier is not None:
                 self._copier.reclaim()
@@ -366,6 +368,7 @@ class Saver:
         reason = str(error) if is_skipped else handle.why_failed(error)
         self._bus.emit(event(step=request.step, kinds=request.kinds, rank=self._ranks.rank, reason=reason))
         try:
+            self._note_failure(error)
             if is_skipped and self._leader is not None:
                 self._leader.on_skipped(request.step, str(error))
         finally:
@@ -373,6 +376,10 @@ class Saver:
                 error = LocalStorageFull(str(error), hint=getattr(error, "hint", None))
                 self._skipped.append(handle)
             handle.fail(error)
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self._leader is not None and isinstance(error, CkptMirrorError) and not is_of_training(error):
+            self._leader.on_failed()
 
     def _agree(self, request: SaveRequest, copied: Copied | BaseException) -> tuple[WriteContext, Copied, SaveRequest]:
         """Do the first exchange: ranks check that they save the same, and share rank 0's save id and the node's tag.

@@ -75,7 +75,7 @@ def _give_up(error: CkptMirrorError) -> None:
     raise error
 
 
-def _ignore(_step: int, _reason: str) -> None:
+def _ignore(*_: object) -> None:
     pass
 
 
@@ -89,6 +89,7 @@ class LeaderSide:
     on_commit: Callable[[Meta], None]
     recreate_table: Callable[[CkptMirrorError], None] = _give_up
     on_skipped: Callable[[int, str], None] = _ignore
+    on_failed: Callable[[], None] = _ignore
 
 
 @dataclass(frozen=True)

@@ -341,6 +341,12 @@ class Node:
             self._signs.add("ended")
             self._write_sign(self.claim, "ended")
 
+    def on_failed(self) -> None:
+        """Record at once that a save failed because of ckptmirror: what this may end is not the fault of training."""
+        if "reported" in self._signs and not self._signs & {"saved", "ended"}:
+            self._signs.add("ended")
+            self._write_sign(self.claim, "ended")
+
     def _note(self, sign: Sign) -> None:
         claim = self.claim
         notes = [partial(self._write_sign, claim, sign)]

@@ -305,6 +305,46 @@ def test_a_trainer_does_not_wait_for_its_shielded_workers_when_it_ends(how: str,
     assert not Path(done.stdout.strip()).exists()
 
 
+FORK_SERVER = """
+    import multiprocessing
+    import os
+    import signal
+    import sys
+    from torch.utils.data import DataLoader
+    from ckptmirror.ranks.stop import StopRequest
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("forkserver")
+        if sys.argv[1] == "late":
+            first = context.Process(target=print)
+            first.start()
+            first.join()
+        stop = StopRequest().install()
+        shield = StopRequest.shield_workers()
+        bare = context.Process(target=signal.pause, daemon=True)
+        bare.start()
+        seen = 0
+        for batch in DataLoader(range(64), num_workers=2, worker_init_fn=shield, multiprocessing_context=context):
+            seen += 1
+            if seen == 4:
+                os.killpg(0, signal.SIGTERM)
+                bare.join()
+        print(seen, stop.reason, bare.exitcode)
+    """
+
+
+@pytest.mark.parametrize("when", ["first", "late"])
+def test_sigterm_to_process_group_with_workers_of_a_fork_server(when: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(FORK_SERVER))
+    command = [sys.executable, script, when]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, start_new_session=True)
+    if when == "first":
+        assert done.stdout.split() == ["64", "SIGTERM", str(-signal.SIGTERM)], done.stderr
+    else:
+        assert "which began before shield_workers() was called" in done.stderr
+
+
 def test_a_shielded_worker_ends_after_its_grace_and_runs_the_users_own_start() -> None:
     shield = pickle.loads(pickle.dumps(WorkerShield(print, grace_s=0.2)))
     ready, child_ready = os.pipe()
