@@ -52,7 +52,7 @@ from ckptmirror.flow.fetch.load_state import Reference, ResumeInfo, load_state
 from ckptmirror.flow.mirror_wait import MirrorWait
 from ckptmirror.flow.places.mirrors import MirrorSpec
 from ckptmirror.flow.save.emergency import save_emergency
-from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, raise_skipped
+from ckptmirror.flow.save.handle import DEFAULT_WAIT_S, SaveHandle, follow, raise_skipped
 from ckptmirror.flow.save.save import LeaderSide, Saver, SaveRequest
 from ckptmirror.flow.save.save_parts import import_formats
 from ckptmirror.flow.start.disk_room import say_if_disk_is_small
@@ -157,8 +157,7 @@ class CheckpointManager:
         self._last_before: SaveHandle | None = None  # last save of the previous attempt of this process
         self._pid = os.getpid()
         self._skipped: list[SaveHandle] = []  # for lack of room
-        self._skipped_before = 0  # of these, by earlier attempts of this process
-        self._began_at = self._snapshot_step = -1
+        self._snapshot_step = -1
         self._mirror_wait = MirrorWait(self.root, self._specs, self._state_dir)
         self._unchanged: UnchangedCheck | None = None
         self._closed = False
@@ -280,6 +279,7 @@ class CheckpointManager:
         )
         if self._saver is not None:
             self._last_before = self._saver.settle(DEFAULT_WAIT_S)
+            follow(self._skipped, up_to=self._snapshot_step)  # also what was skipped while it was written
             self._saver = None  # its attempt is over, even if this resume fails
             if (last := self._last_before) and not last.skipped and (failure := last.unobserved) is not None:
                 save_logger(_log, last).error(
@@ -325,8 +325,8 @@ class CheckpointManager:
         )
         self._saver.follow(self._last_before)
         self._snapshot_step = -1  # of this attempt
-        self._began_at = info.step if info is not None else -1
-        self._skipped_before = len(self._skipped)
+        if info is not None:
+            follow(self._skipped, up_to=info.step)
         if self._unchanged is not None:
             self._saver.before_first = self._unchanged.before_save
         if info is None:
@@ -450,6 +450,7 @@ class CheckpointManager:
             in_flight=saver.in_flight,
         )
         self._snapshot_step = step
+        follow(self._skipped)
         return path
 
     def report(self, step: int, loss: float) -> None:
@@ -564,8 +565,8 @@ class CheckpointManager:
                 self._end_saves(self._saver, timeout_s, is_stopped)
             elif self._last_before is not None:
                 self._last_before.raise_unobserved()
-            if not is_stopped() or self._skipped_newest():
-                raise_skipped(self._skipped)
+            follow(self._skipped, up_to=self._snapshot_step)
+            raise_skipped(self._skipped if not is_stopped() else [one for one in self._skipped if not one.is_followed])
         except (KeyboardInterrupt, SystemExit):
             stopped = True  # no waiting for uploads now, and pending uploads must not hide this error
             raise
@@ -601,14 +602,6 @@ class CheckpointManager:
         if last is None or last is not self._last_before:
             return last is not None and self._snapshot_step >= last.step
         return self._snapshot_step >= 0 or saver.last_step > last.step
-
-    def _skipped_newest(self) -> bool:
-        """Whether a save was skipped and no save or emergency snapshot followed it."""
-        committed = self._saver.last_step if self._saver is not None else -1
-        saved = max(committed, self._snapshot_step)
-        is_followed = self._snapshot_step >= 0 or committed > self._began_at  # what an earlier attempt skipped
-        skipped = self._skipped[self._skipped_before :] if is_followed else self._skipped
-        return any(handle.step > saved for handle in skipped)
 
     def _free(self) -> None:
         self._freed = True

@@ -378,3 +378,46 @@ def test_what_each_rank_has_of_its_own_follows_its_new_name(
     run_ranks(2, own_on_ranks, str(tmp_path), ("a", "b"), None, "a")
     assert tuple(run_ranks(2, own_on_ranks, str(tmp_path), names, rename, own)) == found
     assert run_ranks(3, own_on_ranks, str(tmp_path), names, rename, own) == [found[1]] * 3
+
+
+def exchanged_own(
+    rank: int, root: str, own: dict[int, tuple[str, ...]], pairs: tuple[str, ...]
+) -> list[dict[str, float]]:
+    """Save, then exchange pairs of names in one start each; return this rank's weights after each start.
+
+    Args:
+        rank: The rank, which is also its stage if there is more than one.
+        root: The root.
+        own: For each stage, what each rank has of its own at each start.
+        pairs: What is exchanged_own at each start, two letters each; "": no ``rename`` is given.
+    """
+    stage = rank if len(own) > 1 else None
+    names = "abc" if stage is None else ("abc", "def")[stage]
+    found = []
+    for step, (pair, declared) in enumerate(zip(pairs, own[stage or 0], strict=True), 1):
+        model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
+        state = TrainState(model, per_rank=tuple(f"{name}.*" for name in declared))
+        rename = {f"{one}.*": f"{other}.*" for one, other in (pair, pair[::-1])} if pair else None
+        with running(Path(root), kinds=("dcp",), timeout_s=60.0, pp_rank=stage) as manager:
+            if manager.resume(state, rename=rename) is None:
+                for at, name in enumerate(names, 1):
+                    nn.init.constant_(model[name].weight, at + 10 * rank * (name in declared))
+            manager.save(step, state).wait()
+        found.append({name: float(model[name].weight) for name in names})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("own", "pairs", "last"),
+    [
+        ({0: ("abc", "abc", "abc")}, ("", "ab", "bc"), [[2, 3, 1], [12, 13, 11]]),
+        ({0: ("", "", "a")}, ("", "ab", "ab"), [[2, 1, 3]] * 2),
+        ({0: ("a", "b", "b"), 1: ("f", "f", "f")}, ("", "ab", "ab"), [[2, 1, 3], [1, 2, 13]]),
+    ],
+    ids=["another exchange of them", "declared later", "of stages"],
+)
+def test_an_exchange_of_what_each_rank_has_of_its_own_is_done_once(
+    own: dict[int, tuple[str, ...]], pairs: tuple[str, ...], last: list[list[int]], tmp_path: Path
+) -> None:
+    found = run_ranks(2, exchanged_own, str(tmp_path), own, pairs)
+    assert [[*one[-1].values()] for one in found] == last

@@ -156,9 +156,10 @@ def test_a_stop_with_a_snapshot_newer_than_the_skipped_saves_ends_well(
     assert json.loads((root / names.STATUS_NAME).read_text())["status"] == "stopped"
 
 
+@pytest.mark.parametrize("once_more", [False, True])
 @pytest.mark.parametrize("followed", ["snapshot", "save"])
 def test_a_stop_after_a_way_back_does_not_raise_what_was_skipped_before_it(
-    followed: str, mounted: Callable[..., Path]
+    followed: str, once_more: bool, mounted: Callable[..., Path]
 ) -> None:
     root = mounted("size=2m") / "run"
     manager = CheckpointManager(root, kinds=("model",))
@@ -175,8 +176,23 @@ def test_a_stop_after_a_way_back_does_not_raise_what_was_skipped_before_it(
         manager.save(2, state)
     else:
         manager.save_emergency_checkpoint(2, state)
+    if once_more:
+        manager.resume(state)
     manager.close(stop=stop)
     assert json.loads((root / names.STATUS_NAME).read_text())["status"] == "stopped"
+
+
+def test_a_stop_names_only_the_skipped_saves_that_nothing_followed(mounted: Callable[..., Path]) -> None:
+    manager = CheckpointManager(mounted("size=2m") / "run", kinds=("model",))
+    state = new_state()
+    manager.resume(state)
+    for step, size in ((1, 2_000_000), (2, 1), (3, 2_000_000)):
+        state.extra["large"] = "x" * size
+        manager.save(step, state).wait_over()
+    stop = StopRequest()
+    stop.request("the test")
+    with pytest.raises(errors.BackgroundSaveFailed, match="The save of step 3 was skipped"):
+        manager.close(stop=stop)
 
 
 def test_a_snapshot_that_finds_no_room_waits_for_the_save_in_flight_and_takes_the_room_that_it_frees(

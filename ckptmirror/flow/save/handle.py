@@ -12,16 +12,17 @@ Rules:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
 from ckptmirror.core.errors import BackgroundSaveFailed, CkptMirrorError, LocalStorageFull, UsageError, WaitTimeout
 from ckptmirror.core.model import Kind
 from ckptmirror.core.setting_checks import checked_seconds
 
-__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle", "TurnLock", "raise_skipped"]
+__all__ = ["DEFAULT_WAIT_S", "Phase", "SaveHandle", "TurnLock", "follow", "raise_skipped"]
 
 Phase = Literal["copied", "committed", "mirrored"]
 _PHASES: tuple[Phase, ...] = ("copied", "committed", "mirrored")
@@ -85,6 +86,7 @@ class SaveHandle:
         step: The save's step.
         kinds: The kinds that it writes.
         save_id: Known once the ranks have agreed on it, so at the latest when the save is committed.
+        is_followed: Whether a later save, or an emergency snapshot, made up for a skipped one.
         stays: Whether the save failed when this node may have committed it, so that it stays for the next start.
     """
 
@@ -92,6 +94,7 @@ class SaveHandle:
         self.step = step
         self.kinds = kinds
         self.save_id: str | None = None
+        self.is_followed = False
         self.stays = False
         self._state = threading.Condition()
         self._reached = -1
@@ -232,6 +235,12 @@ class SaveHandle:
         if self._error is not None and not self._observed and not self.skipped:
             self._observed = True
             raise self._failure() from self._error
+
+
+def follow(skipped: Iterable[SaveHandle], *, up_to: float = math.inf) -> None:
+    """Record that training was saved, or continued, after skipped saves up to a step."""
+    for handle in skipped:
+        handle.is_followed = handle.is_followed or handle.step <= up_to
 
 
 def raise_skipped(skipped: list[SaveHandle]) -> None:

@@ -42,7 +42,7 @@ from ckptmirror.core.save_numbers import number_of_save, number_of_snapshot
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.quarantine import is_of_training
 from ckptmirror.flow.save.commit import SaveCommit, free_tag, may_be_meta_of
-from ckptmirror.flow.save.handle import SaveHandle, TurnLock
+from ckptmirror.flow.save.handle import SaveHandle, TurnLock, follow
 from ckptmirror.flow.save.save_parts import (
     TABLE_BROKE,
     Copied,
@@ -345,6 +345,7 @@ class Saver:
             return
         try:
             self.last_step = request.step
+            follow(self._skipped)
             if meta is not None and self._leader is not None:
                 self._leader.on_commit(meta)  # before close() can continue: it changes the root
         finally:

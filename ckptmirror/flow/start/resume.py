@@ -35,7 +35,6 @@ from ckptmirror.core.errors import CkptMirrorError, IntegrityError, KindMismatch
 from ckptmirror.core.load_options import LoadOptions
 from ckptmirror.core.model import Attempt, Kind, Meta
 from ckptmirror.core.name_rules import mark_of
-from ckptmirror.core.per_rank import matching
 from ckptmirror.core.rank_names import rank_name
 from ckptmirror.core.stages import NO_STAGES, Stages
 from ckptmirror.core.start.attempts import Claim
@@ -199,10 +198,7 @@ def _check_replaces(before: tuple[Meta, LoadReport], meta: Meta | None, report: 
 def _mark_of_rename(
     ranks: Ranks, state: TrainState, options: LoadOptions, elsewhere: frozenset[str]
 ) -> tuple[str, frozenset[str]]:
-    """Return the mark of ``rename`` and the names of the model.
-
-    All ranks have one mark: names of which each rank may have its own are left out.
-    """
+    """Return the mark of ``rename``, which all ranks have alike, and the names of the model, of all stages."""
     if not options.rules.rename:
         return "", frozenset()
     from ckptmirror.formats.names import live_values
@@ -212,7 +208,7 @@ def _mark_of_rename(
     def mark() -> str:
         nonlocal names
         names = elsewhere.union(live_values(state.model))
-        return options.rules.mark(names.difference(matching(state.per_rank, names)))
+        return options.rules.mark(names)
 
     marks = exchange_result(ranks, mark, what="compare what rename does")
     if (other := next((rank for rank, its in enumerate(marks) if its != marks[0]), None)) is not None:
