@@ -136,7 +136,7 @@ class NameRules:
         return {**saved, "state": state, "param_groups": groups}
 
     def may_lack(self, names: Iterable[str]) -> bool:
-        """Whether a parameter with these names may be missing in a saved optimizer."""
+        """Whether a tensor with these names may be on one side alone, the save or the model."""
         return not self.strict or any(map(self.leaves, names))
 
     def _left(self, live: Iterable[str]) -> list[str]:

@@ -103,20 +103,23 @@ class Own:
         """Return this rank's state of the optimizer, by name; the arguments are those of :meth:`values`."""
         return self.optimizer
 
-    def refuse_other_ranks(self, rank: int, world_size: int) -> None:
+    def refuse_other_ranks(self, rank: int, world_size: int, new: Mapping[str, str]) -> None:
         """Refuse to load it on another rank than the one that had it.
+
+        ``new`` is what the live model calls the values.
 
         Raises:
             UsageError: The number of ranks is another one.
             IntegrityError: The file is that of another rank.
         """
         if world_size != self.world_size:
+            called = next((there for name, there in sorted(new.items()) if there != name), self.patterns[0])
             raise UsageError(
                 f"Each rank of the save had values of its own of {_some(self.patterns)} (per_rank), and it had "
                 f"{_ranks(self.world_size)}: {_ranks(world_size)} cannot load it.",
                 hint=f"Start with {_ranks(self.world_size)}. Or say how to merge the values of the ranks, with a "
-                f"function: per_rank={{{self.patterns[0]!r}: merge}}. Or start without these values: load the rest "
-                'with exclude=("model", "optimizer").',
+                f"function: per_rank={{{called!r}: merge}}. Or start without these values: "
+                f'exclude=("model.{called}",).',
             )
         if rank != self.rank:
             raise IntegrityError(
@@ -372,18 +375,22 @@ def own_for(target: Any, extra: Any, of: Callable[[int], Any], tools: ValueTools
     if (own := _own_in(extra)) is None or not (wants_optimizer or "model" not in target.exclude):
         return None
     declared = target.state.per_rank
-    if own.world_size == target.world_size or not isinstance(declared, Mapping):
-        own.refuse_other_ranks(target.rank, target.world_size)
+    rules = target.rules
+    new = {name: rules.renamed(name) for name in own.names}
+    leaves_some = any(map(rules.leaves, new.values()))
+    if own.world_size == target.world_size or not (isinstance(declared, Mapping) or leaves_some):
+        own.refuse_other_ranks(target.rank, target.world_size, new)
         return own
     records = [_own_in(of(rank)) for rank in range(own.world_size)]
     known = tuple(one for rank, one in enumerate(records) if one is not None and one.rank == rank)
     if len(known) != own.world_size or any(one.world_size != own.world_size for one in known):
         raise IntegrityError("The files of the ranks do not have what each rank had of its own (per_rank).")
-    new = {name: target.rules.renamed(name) for one in known for name in one.names}
-    names = frozenset(name for name, there in new.items() if there not in target.elsewhere)
+    new = {name: rules.renamed(name) for one in known for name in one.names}
+    names = frozenset(name for name, there in new.items() if not (there in target.elsewhere or rules.leaves(there)))
     functions = {name: merge for name in names if (merge := function_for(declared, new[name])) is not None}
     if lacking := sorted(names - functions.keys()):
-        replace(own, patterns=tuple(lacking)).refuse_other_ranks(target.rank, target.world_size)
+        own = replace(own, patterns=tuple(lacking))
+        own.refuse_other_ranks(target.rank, target.world_size, {name: new[name] for name in lacking})
     return _Merged(own.patterns, names, target.rank, target.world_size, True, {}, {}, known, functions, tools)
 
 

@@ -72,7 +72,7 @@ def load_parts(
     new = {name: target.rules.renamed(name) for name in (own.names if own is not None else ())}
     at = match_names(new.values(), live)
     like = {name: live.get(at[there]) for name, there in new.items()}
-    here = set(at.values())
+    here = {name for name in at.values() if name in live or not target.rules.may_lack([name])}
     if "model" not in target.exclude:
         fill = model(lambda shared: own.values(shared, like) if own is not None else {})
     if own is not None:
@@ -105,7 +105,7 @@ def load_parts(
         dtypes = fill()
         loaded.append("model")
         names = matching(state.per_rank, live_values(state.model)) if state.per_rank else []
-        if shared := [name for name in names if name not in here]:
+        if shared := [name for name in names if name not in here and not target.rules.leaves(name)]:
             missing.say(f"model: the save has one value for all ranks of {some(shared)}, which per_rank matches")
     if not isinstance(saved, str):
         load_optimizer(state.optimizer, plans, saved, dtypes)

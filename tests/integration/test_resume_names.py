@@ -421,3 +421,47 @@ def test_an_exchange_of_what_each_rank_has_of_its_own_is_done_once(
 ) -> None:
     found = run_ranks(2, exchanged_own, str(tmp_path), own, pairs)
     assert [[*one[-1].values()] for one in found] == last
+
+
+def on_other_ranks(
+    rank: int, root: str, names: str, own: Any, wishes: dict[str, Any]
+) -> tuple[str, dict[str, tuple[float, float]]]:
+    """Save, or load what an earlier call saved; return the error, and this rank's weights with their momentum."""
+    model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for module in model.values():
+        nn.init.constant_(module.weight, -1.0)
+        optimizer.state[module.weight]["momentum_buffer"] = torch.full((1, 1), -1.0)
+    with running(Path(root), kinds=("dcp", "model"), timeout_s=60.0) as manager:
+        state = TrainState(model, optimizer, per_rank=own)
+        try:
+            if manager.resume(state, **wishes) is None:
+                for at, (name, module) in enumerate(model.items(), 1):
+                    nn.init.constant_(module.weight, at + 10 * rank * (name == "a"))
+                    optimizer.state[module.weight]["momentum_buffer"] = module.weight.detach() + 0.5
+                manager.save(1, state).wait()
+        except UsageError as error:
+            return str(error.hint), {}
+        weights = {name: module.weight for name, module in model.items()}
+        moments = {name: optimizer.state.get(weight, {}) for name, weight in weights.items()}
+        return "", {
+            name: (float(weight), float(moments[name].get("momentum_buffer", 0.0))) for name, weight in weights.items()
+        }
+
+
+KEPT = {"b": (2.0, 2.5), "c": (3.0, 3.5)}
+
+
+def test_a_module_of_which_each_rank_has_its_own_can_be_left_out(tmp_path: Path) -> None:
+    rename, left = {"rename": {"a.*": "n.*"}}, {"exclude": ("model.n.*",)}
+    run_ranks(2, on_other_ranks, str(tmp_path), "abc", ("a.*",), {})
+    ((hint, _), *_) = run_ranks(3, on_other_ranks, str(tmp_path), "nbc", ("n.*",), rename)
+    assert "per_rank={'n.weight': merge}" in hint
+    assert 'exclude=("model.n.weight",)' in hint
+    for ranks in (2, 3):
+        for wishes in ({"exclude": ("model.a.*",)}, {"exclude": ("model.a.*",), "strict": False}):
+            assert run_ranks(ranks, on_other_ranks, str(tmp_path), "bc", (), wishes) == [("", KEPT)] * ranks
+        found = run_ranks(ranks, on_other_ranks, str(tmp_path), "nbc", ("n.*",), rename | left)
+        assert [(error, weights["n"][0], weights["b"]) for error, weights in found] == [("", -1.0, KEPT["b"])] * ranks
+    assert run_ranks(2, on_other_ranks, str(tmp_path), "bc", (), {"strict": False}) == [("", KEPT)] * 2
+    assert run_ranks(2, on_other_ranks, str(tmp_path), "abc", ("a.*",), {})[1] == ("", {"a": (11.0, 11.5), **KEPT})
