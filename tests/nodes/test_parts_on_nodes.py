@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Sequence
@@ -409,3 +410,25 @@ def test_a_mirror_that_lost_it_too_has_the_intact_kind(tmp_path: Path, lost: tup
         for one in Job(tmp_path, "ab").run(partial(resumed, policy, ())):
             assert (one.step, one.kind) == (2, kind), (policy, one)
             assert same(one.model, first[0].saved[2])
+
+
+def first_step(rank: int, job: Job) -> int | None:
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], timeout_s=WAIT_S)
+    start = manager.resume(built(job.wrapped))
+    with contextlib.suppress(DeadlinePassed):
+        manager.close(timeout_s=0.0)
+    return start.step if start is not None else None
+
+
+@pytest.mark.parametrize(("nodes", "steps"), [("ab", (1, 2)), ("ab", (1,)), ("aa", (1,))])
+def test_a_save_that_is_staged_in_the_place_of_what_a_job_saved_is_still_its_own_while_the_mirror_is_silent(
+    nodes: str, steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    job, mirror = Job(tmp_path, nodes, steps), tmp_path / "mirror"
+    job.run()
+    if nodes == "aa":
+        for path in [path for path in (tmp_path / "a").iterdir() if "000001" in path.name]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    stage_checkpoint_step(job.url, dest=tmp_path / "a", step=steps[-1], full=True)
+    mirror.rename(tmp_path / "away")
+    assert Job(tmp_path, nodes).run(first_step) == [steps[-1]] * 2

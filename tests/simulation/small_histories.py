@@ -47,6 +47,7 @@ from tests.simulation.small_world import (
     put_together,
     ref_of,
     restored,
+    staged,
     step_of,
     to_upload,
     with_actor,
@@ -147,6 +148,12 @@ class Histories(Uploads):
             if self.world.restores and len(disk.copies) > 1 and not disk.root.startswith("copy"):
                 copied = restored(disk, f"copy {host} {state.started}")
                 yield Step(f"root {host} restored from an older copy", put_disk(state, host, copied))
+            has_staged = any(copy.origin is Origin.STAGED for one in state.disks for copy in one.copies)
+            if self.world.stages and disk.run is not None and not has_staged:
+                found = {save for index in self._answering(state) for save in state.mirrors[index].saves}
+                found = {save for save in found if save.attempt in ids_of(disk.listed)}
+                for save in sorted(found - {copy.save for copy in disk.copies}, key=lambda one: one.save_id):
+                    yield Step(f"{save.save_id} is staged into root {host}", put_disk(state, host, staged(disk, save)))
             if self.world.rots and not any(one.rotten for one in state.disks):
                 for part in sorted(disk.parts, key=lambda one: one.name):
                     rotten = disk._replace(rotten=frozenset({part.save.save_id}))

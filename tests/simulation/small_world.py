@@ -60,6 +60,7 @@ class World:
         publishes_at_once: Nothing happens between the nodes' commits of one save on their disks, but that all die.
         survives: The other nodes of a job go on when one dies: they commit on their disks what was agreed, and upload.
         rots: A part on a disk may be damaged, once.
+        stages: A person may stage a save from a mirror into a root, in the place of what that has of it, once.
         sends_files: The files of a part are sent in a step of their own, before the part.
         reports: An attempt may report a step of training; then it may diverge, or end in order.
         attempts: How many starts there are at most.
@@ -80,6 +81,7 @@ class World:
     publishes_at_once: bool = True
     survives: bool = False
     rots: bool = False
+    stages: bool = False
     sends_files: bool = False
     reports: bool = False
     attempts: int = 3
@@ -306,12 +308,17 @@ def put_together(sight: Sight) -> set[SaveFacts]:
     return {save for save, of in wanted.items() if save in committed or len(shares[save]) == of}
 
 
+def _origin(disk: Disk, copy: Copy) -> Origin:
+    """How a copy got to the disk, as a start sees it: what was made here is, also if it was staged since."""
+    made_by = next((one.root for one in disk.listed if one.id == copy.save.attempt), "")
+    return Origin.SAVED_HERE if made_by in {disk.root, *disk.jobs} - {""} else copy.origin
+
+
 @functools.cache
 def _disk_row(disk: Disk) -> Row:
     continued = {one.parent.save_id for one in disk.listed if one.parent is not None and one.id in disk.completed}
-    made = {
-        copy.save.attempt for copy in disk.copies if copy.origin is not Origin.STAGED or copy.save.save_id in continued
-    }
+    copies = [replace(copy, origin=_origin(disk, copy)) for copy in disk.copies]
+    made = {copy.save.attempt for copy in copies if copy.origin is not Origin.STAGED or copy.save.save_id in continued}
     heard = [
         Heard(one, frozenset(voice for voice, holds in _voices(one, disk, made).items() if holds))
         for one in in_order(disk.listed | disk.met)
@@ -323,7 +330,7 @@ def _disk_row(disk: Disk) -> Row:
         run_id=disk.run,
         requirements=disk.requirements,
         heard=tuple(heard),
-        copies=tuple(sorted(disk.copies, key=lambda copy: copy.save.save_id)),
+        copies=tuple(sorted(copies, key=lambda copy: copy.save.save_id)),
         parts=tuple(
             replace(part, is_given_up=part.save.save_id in disk.skipped)
             for part in sorted(disk.parts, key=lambda part: part.save.save_id)
@@ -411,6 +418,12 @@ def restored(disk: Disk, root: str) -> Disk:
         listed = frozenset(one for one in listed if one.number < numbers[last.save.attempt])
     ids = ids_of(listed)
     return Disk(root, disk.run, listed, disk.requirements, disk.completed & ids, disk.met, disk.uploaded & ids, copies)
+
+
+def staged(disk: Disk, save: SaveFacts) -> Disk:
+    """The root after a person staged a save there, in the place of what it had of it."""
+    copies = frozenset(copy for copy in disk.copies if copy.save != save) | {Copy(save, Origin.STAGED)}
+    return disk._replace(copies=copies, parts=frozenset(part for part in disk.parts if part.save != save))
 
 
 def to_upload(disk: Disk, mirror: Mirror) -> list[SaveFacts]:

@@ -299,17 +299,18 @@ def claim_from(
 
 
 def _taken_by_all(evidence: Evidence, known: Iterable[Attempt]) -> set[str]:
-    """Return the attempts of persons that every mirror which had to take them lists now: of these no doubt is left."""
+    """Return the attempts of persons that every mirror which had to take them lists now: of these no doubt is left.
+
+    A mirror that was taken out of the run since is not asked any more, as when it is decided whether they count.
+    """
+    removed = {one.url for one in evidence.requirements if one.is_removed}
     listed = {
         row.place: _ids(row, Voice.CLAIMED)
         for row in evidence.mirrors()
         if row.answers and row.listed is ListFound.SOUND
     }
-    return {
-        one.id
-        for one in known
-        if one.by_person and one.required and all(one.id in listed.get(url, ()) for url in one.required)
-    }
+    asked = {one.id: {*one.required} - removed for one in known if one.by_person}
+    return {one for one, urls in asked.items() if urls and all(one in listed.get(url, ()) for url in urls)}
 
 
 def with_earlier(claim: Claim, attempt: str) -> Claim:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 from start_rows import BOTH, ELSEWHERE, HERE, evidence, place, ref, save, silent
 
-from ckptmirror.core.model import Attempt
+from ckptmirror.core.model import Attempt, Requirement
 from ckptmirror.core.start.attempts import (
     claim_from,
     count,
@@ -181,6 +181,15 @@ def test_a_start_records_that_all_mirrors_have_taken_a_persons_attempt_of_anothe
     one_silent = evidence(place(DISK, (A,)), place("gs://a", (A, BACK_TO_A1), (A1,)), silent("gs://b"))
     for seen in (on_one, one_silent):
         assert claim_from(seen, Attempt("D", 0, ref(A1)), "run", needs_all=False).root_list.completed == ()
+
+
+def test_a_mirror_that_a_person_took_out_has_no_say_in_whether_all_have_taken_a_persons_attempt() -> None:
+    without_b = (Requirement("gs://a", 2), Requirement("gs://b", 2, is_removed=True))
+    seen = evidence(replace(place(DISK, (A,)), requirements=without_b), place("gs://a", (A, BACK_TO_A1), (A1, A2)))
+    assert claim_from(seen, Attempt("D", 0, ref(A1)), "run", needs_all=False).root_list.completed == ("C",)
+    only_b = replace(BACK_TO_A1, required=("gs://b",))
+    none_left = evidence(replace(place(DISK, (A, only_b)), requirements=without_b), place("gs://a", (A,), (A1,)))
+    assert claim_from(none_left, Attempt("D", 0, ref(A1)), "run", needs_all=False).root_list.completed == ()
 
 
 def test_a_mirror_that_became_required_later_does_not_undo_a_persons_attempt() -> None:
