@@ -37,11 +37,13 @@ class NameRules:
         exclude: Patterns of the model's names that are not loaded.
         rename: Patterns of saved names, and what these become; or a function of a saved name.
         strict: Whether every name of the save and of the model has to match, as in ``load_state_dict``.
+        kept: Names that stay, since an earlier start has renamed them.
     """
 
     exclude: tuple[str, ...] = ()
     rename: Rename = field(default_factory=dict)
     strict: bool = True
+    kept: frozenset[str] = frozenset()
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -58,6 +60,8 @@ class NameRules:
         Raises:
             UsageError: The function fails, or returns something else.
         """
+        if name in self.kept:
+            return name
         if isinstance(self.rename, Mapping):
             return next((new for one in self.rename.items() if (new := _replaced(name, *one)) is not None), name)
         try:
@@ -95,10 +99,10 @@ class NameRules:
         matched = match(first, [*live, *elsewhere])
         known = {*matched.values(), *live, *elsewhere}
         self._check_used("exclude", _PREFIX, self.exclude, known, "neither the model nor the save has a")
-        if not elsewhere:
-            self.check_renames(saved)
         by_live = {matched[there]: name for there, name in first.items() if not self.leaves(matched[there])}
         missing = [name for name in live if name not in by_live and not self.leaves(name)]
+        if not elsewhere:
+            self.check_renames(saved, missing)
         here = {*live, *elsewhere}
         unexpected = [name for there, name in by_live.items() if there not in here]
         if self.strict and (missing or unexpected):
@@ -142,14 +146,17 @@ class NameRules:
     def _left(self, live: Iterable[str]) -> list[str]:
         return [name for name in live if self.leaves(name)]
 
-    def check_renames(self, saved: Collection[str]) -> None:
+    def check_renames(self, saved: Collection[str], missing: Collection[str] = ()) -> None:
         """Check that each pattern of ``rename`` fits a name of a save, given all of them, also those of other ranks.
 
-        One fits, too, if its new names are there: an earlier start has renamed them.
+        One fits, too, if its new names are there: an earlier start has renamed them. What it has renamed may also have
+        left the model since, so if that start is known, and the model has no ``missing`` name, none is checked.
 
         Raises:
             UsageError: One fits none.
         """
+        if self.kept and not missing:
+            return
         renamed = self.rename if isinstance(self.rename, Mapping) else {}
         made = {old for old, new in renamed.items() if new.strip("*") and any(fnmatchcase(name, new) for name in saved)}
         self._check_used("rename", "", [old for old in renamed if old not in made], saved, "the save has no")
@@ -177,7 +184,7 @@ class NameRules:
         """
         if not mark or mark_of(architecture) != mark:
             return self
-        return replace(self, rename=lambda name: name if name in live else self.renamed(name))
+        return replace(self, kept=frozenset(live))
 
     def _check_used(self, what: str, prefix: str, patterns: Iterable[str], names: Collection[str], has: str) -> None:
         for pattern in patterns:

@@ -187,12 +187,7 @@ class GlooRanks:
 
         The new group is named after the old one, not by torch's count of groups: the training may create one meanwhile.
         """
-        if _is_gone(self._torch_group):
-            raise UsageError(
-                "the process groups were destroyed: kind dcp needs them.",
-                hint="Call close() before torch.distributed.destroy_process_group(), and create the manager after "
-                "init_process_group().",
-            )
+        self._refuse_if_gone(self._torch_group, "kind dcp")
         self._renewed += 1
         old, limit = self._torch_group, timedelta(seconds=self._timeout_s)
         members, name = dist.get_process_group_ranks(old), f"{self._group.group_name}:{self._renewed}"
@@ -318,11 +313,25 @@ class GlooRanks:
 
     def channel(self, name: str, *, more_s: float = 0.0) -> GlooRanks:
         """Open another channel between the same ranks (all ranks call this in the same order). See :class:`Ranks`."""
+        self._refuse_if_gone(self._parent, f"the channel {name!r}")
         other = GlooRanks(self._parent, name=name, timeout_s=self._timeout_s)
         other._layout, other._nodes = self._layout, self._nodes
         other.exchange(None, what=f"open channel {name}")
         other._timeout_s += more_s
         return other
+
+    def _refuse_if_gone(self, group: Any, who: str) -> None:
+        """Raise on all ranks if the training has destroyed the groups on one: the others would wait for it."""
+
+        def check() -> None:
+            if _is_gone(group):
+                raise UsageError(
+                    f"the process groups were destroyed: {who} needs them.",
+                    hint="Call close() before torch.distributed.destroy_process_group(), and create the manager after "
+                    "init_process_group().",
+                )
+
+        exchange_result(self, check, what="see whether the process groups are there")
 
     def close(self) -> None:
         """Release both groups. Needs no other rank; ranks that still wait for this one get an error."""

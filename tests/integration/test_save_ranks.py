@@ -357,6 +357,34 @@ def test_saves_of_kind_model_go_on_without_groups_and_those_of_kind_dcp_say_what
         assert all("the process groups were destroyed" in messages[at - 1] for at in (4, 5, 7))
 
 
+def begin_and_save_without_groups(rank: int, root: str, who: tuple[int, ...]) -> list[tuple[str, str, int]]:
+    """Two saves of kind dcp and another start on two nodes, after some ranks have destroyed all groups."""
+    manager = CheckpointManager(f"{root}/{rank}", kinds=("dcp",), timeout_s=600.0)
+    state = new_state()
+    manager.resume(state)
+    found = [outcome(lambda: manager.save(1, state).wait().step)]
+    if rank in who:
+        destroy, dist.destroy_process_group = dist.destroy_process_group, lambda _group=None: None
+        destroy()
+    found += [outcome(lambda step=step: manager.save(step, state).wait(timeout_s=600.0).step) for step in (2, 3)]  # type: ignore[misc]
+    found.append(outcome(lambda: manager.resume(state)))
+    with suppress(CkptMirrorError):
+        manager.close(timeout_s=0.0)
+    return found
+
+
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+def test_without_groups_on_a_rank_saves_of_kind_dcp_and_starts_fail_at_once_on_all(
+    who: tuple[int, ...], tmp_path: Path
+) -> None:
+    for rank, found in enumerate(run_ranks(2, begin_and_save_without_groups, str(tmp_path), who)):
+        kinds, messages, _ = zip(*found, strict=True)
+        assert kinds[0] == "value"
+        assert kinds[1:] == ("BackgroundSaveFailed",) * 2 + ("UsageError" if rank in who else "RankFailed",)
+        assert all("the process groups were destroyed" in message for message in messages[2:])
+        assert ("process groups were destroyed" in messages[1]) == (rank in who)
+
+
 def save_with_a_late_rank(rank: int, root: str) -> tuple[list[tuple[str, str, int]], int]:
     """Three saves; in the second, rank 1 comes to the first collective only after rank 0 has given it up."""
     gave_up = dist.distributed_c10d._get_default_store()

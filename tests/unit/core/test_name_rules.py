@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,21 @@ def test_a_rename_is_told_by_what_it_makes_of_the_names_of_a_model() -> None:
     assert more.for_save(marked("hash", mark), mark, [*names, "d"]).renamed("old") == "d"
     assert ALL_NAMES.mark(names) == name_rules(rename={}).mark(names) == ""
     assert ALL_NAMES.for_save("hash", "", names) is ALL_NAMES
+
+
+def test_a_pattern_that_fits_nothing_is_refused_beside_names_that_stay_if_the_model_misses_one() -> None:
+    saved, typo = ["new.weight", "head.weight"], {"haed.*": "out.*"}
+    mark = name_rules(rename={"old.*": "new.*"}).mark(saved)
+
+    def pair(rename: dict[str, str], saved: list[str], live: list[str]) -> Any:
+        rules = name_rules(rename=rename, strict=False)
+        rules = rules.for_save(marked("hash", mark), rules.mark(live), live)
+        assert rules.kept
+        return rules.pair(saved, live, (), lambda names, _: {name: name for name in names})[0]
+
+    with pytest.raises(UsageError, match=r"holds 'haed\.\*', .* closest: head.weight"):
+        pair(typo, saved, ["new.weight", "out.weight"])
+    assert pair({"old.*": "new.*"}, saved[1:], saved[1:]) == {saved[1]: saved[1]}, "new.* has left the model since"
 
 
 @pytest.mark.parametrize("rename", [3, {"a": 1}, {"a": "*"}, {"a?": "b"}, {"[ab]": "c"}])
