@@ -556,9 +556,7 @@ class CheckpointManager:
                 self.events.emit(stop_event(stop, self.ranks.rank))
             return stopped
 
-        failed = is_of_training(
-            sys.exc_info()[1]
-        )  # which is being handled here; torchrun stops the ranks that are left
+        failed = is_of_training(sys.exc_info()[1])  # which is handled just now; torchrun stops the other ranks
         deadline = time.monotonic() + timeout_s
         try:
             if self._saver is not None:

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, parent_process
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import FrameType
@@ -38,9 +38,6 @@ class WorkerShield:
     Args:
         worker_init_fn: The user's own, called with the worker's id.
         grace_s: How long after its first SIGTERM the worker ends by itself.
-
-    Raises:
-        UsageError: In a worker: it was forked by a fork server that began before the first shield was made.
     """
 
     def __init__(self, worker_init_fn: Callable[[int], object] | None = None, *, grace_s: float = 30.0) -> None:
@@ -52,8 +49,14 @@ class WorkerShield:
         Finalize(None, _remove, (self._ends,), exitpriority=-100)
 
     def __call__(self, worker_id: int) -> None:
-        """Shield this process; called in the main thread of a worker."""
-        if forkserver.get_inherited_fds() is not None and _FOR_FORK_SERVER not in sys.modules:
+        """Shield this process; called in the main thread of a worker.
+
+        Raises:
+            UsageError: A fork server that began before the first shield was made has forked it.
+        """
+        trainer = parent_process()
+        is_of_fork_server = trainer is not None and trainer.pid != os.getppid()
+        if is_of_fork_server and _FOR_FORK_SERVER not in sys.modules:
             raise UsageError(
                 "A SIGTERM would end the fork server of this worker, which began before shield_workers() was called.",
                 hint="Call it before anything starts a process by forkserver, or use multiprocessing_context='spawn'.",

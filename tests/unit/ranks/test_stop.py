@@ -313,8 +313,17 @@ FORK_SERVER = """
     from torch.utils.data import DataLoader
     from ckptmirror.ranks.stop import StopRequest
 
+    def train():
+        shield = StopRequest.shield_workers()
+        print(len(list(DataLoader(range(8), num_workers=2, worker_init_fn=shield, multiprocessing_context="fork"))))
+
     if __name__ == "__main__":
         context = multiprocessing.get_context("forkserver")
+        if sys.argv[1] == "trainer":
+            trainer = context.Process(target=train)
+            trainer.start()
+            trainer.join()
+            sys.exit()
         if sys.argv[1] == "late":
             first = context.Process(target=print)
             first.start()
@@ -333,7 +342,7 @@ FORK_SERVER = """
     """
 
 
-@pytest.mark.parametrize("when", ["first", "late"])
+@pytest.mark.parametrize("when", ["first", "late", "trainer"])
 def test_sigterm_to_process_group_with_workers_of_a_fork_server(when: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(FORK_SERVER))
@@ -341,6 +350,8 @@ def test_sigterm_to_process_group_with_workers_of_a_fork_server(when: str, tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, start_new_session=True)
     if when == "first":
         assert done.stdout.split() == ["64", "SIGTERM", str(-signal.SIGTERM)], done.stderr
+    elif when == "trainer":  # it is of a fork server, and its workers are not
+        assert (done.stdout.split(), done.stderr) == (["8"], "")
     else:
         assert "which began before shield_workers() was called" in done.stderr
 
