@@ -76,7 +76,9 @@ def load_parts(
     if "model" not in target.exclude:
         fill = model(lambda shared: own.values(shared, like) if own is not None else {})
     if own is not None:
-        own.refuse_other_names(live, here, is_renamed=any(name != there for name, there in new.items()))
+        is_renamed = any(name != there for name, there in new.items())
+        kept, wanted = ([name for name in names if not target.rules.leaves(name)] for names in (live, here))
+        own.refuse_other_names(kept, wanted, is_renamed=is_renamed)
     command = beside.get(COMMAND) if isinstance(beside, Mapping) else None
     refuse_other_classes(command, command_of(state, as_built=True), target.exclude)
     if "optimizer" not in target.exclude and state.optimizer is not None:

@@ -463,5 +463,8 @@ def test_a_module_of_which_each_rank_has_its_own_can_be_left_out(tmp_path: Path)
             assert run_ranks(ranks, on_other_ranks, str(tmp_path), "bc", (), wishes) == [("", KEPT)] * ranks
         found = run_ranks(ranks, on_other_ranks, str(tmp_path), "nbc", ("n.*",), rename | left)
         assert [(error, weights["n"][0], weights["b"]) for error, weights in found] == [("", -1.0, KEPT["b"])] * ranks
+        wishes = {"exclude": ("model.a.*",)}
+        found = run_ranks(ranks, on_other_ranks, str(tmp_path), "abc", ("a.*",), wishes)
+        assert [(error, weights["a"][0], weights["b"]) for error, weights in found] == [("", -1.0, KEPT["b"])] * ranks
     assert run_ranks(2, on_other_ranks, str(tmp_path), "bc", (), {"strict": False}) == [("", KEPT)] * 2
     assert run_ranks(2, on_other_ranks, str(tmp_path), "abc", ("a.*",), {})[1] == ("", {"a": (11.0, 11.5), **KEPT})

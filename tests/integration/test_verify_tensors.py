@@ -60,6 +60,20 @@ def test_every_tensor_of_each_kind_is_compared_on_a_disk_and_on_a_mirror(tmp_pat
             assert set(one.equal) == names
 
 
+def test_the_second_save_of_a_step_is_compared_too(tmp_path: Path) -> None:
+    url, state = f"file://{tmp_path}/mirror", make_state()
+    with CheckpointManager(tmp_path / "root", [url], kinds=("dcp", "model")) as manager:
+        manager.resume(state)
+        for kinds in (("dcp",), ("dcp", "model")):
+            manager.save(2, state, kinds=kinds).wait()
+    for target in (Target(tmp_path / "root"), Target(mirrors=(url,))):
+        states = [
+            (one.verdict.state, [tuple(each.differ) for each in one.tensors or ()])
+            for one in verify(target, tensors=True).saves
+        ]
+        assert states == [("whole", [()]), ("whole", [(), ()])]
+
+
 def test_an_emergency_snapshot_is_compared_too(tmp_path: Path) -> None:
     state = make_state()
     with CheckpointManager(tmp_path) as manager:

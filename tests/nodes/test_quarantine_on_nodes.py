@@ -77,28 +77,37 @@ def test_that_another_rank_died_is_no_end_in_order(nodes: str, who: int, kills: 
     assert [one.step for one in next_job(tmp_path, nodes)] == [1, 1]
 
 
-def cannot_save(rank: int, job: Job, *, who: int) -> str:
+def cannot_save(rank: int, job: Job, *, who: int, reports_first: bool) -> str:
     """Resume, report a step, and save what cannot be saved on one rank; the leaders are killed when they hear of it."""
     manager = CheckpointManager(job.base / job.nodes[rank], [job.url], timeout_s=WAIT_S)
     state = built(job.wrapped)
     info = manager.resume(state)
     assert info is not None
-    manager.report(info.step + 1, 0.5)
+    if reports_first:
+        manager.report(info.step + 1, 0.5)
     if rank == who:
         state.extra = {"fn": len}
     try:
         manager.save(info.step + 1, state).wait()
     except CkptMirrorError as error:
-        if manager.ranks.is_leader:
+        if not reports_first:
+            manager.report(info.step + 1, 0.5)
+        if manager._node is not None:
+            for note in manager._node._notes:
+                note.result(WAIT_S)
             os.kill(os.getpid(), signal.SIGKILL)
         return str(error)
     return ""
 
 
-def test_a_save_that_ckptmirror_refused_is_not_the_fault_of_the_one_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reports_first", [True, False])
+def test_a_save_that_ckptmirror_refused_is_not_the_fault_of_the_one_before_it(
+    reports_first: bool, tmp_path: Path
+) -> None:
     Job(tmp_path, "aab", (1, 2)).run()
     for _ in range(3):
-        _, said, _ = Job(tmp_path, "aab").run(partial(cannot_save, who=1), dead=(0, 2))
+        part = partial(cannot_save, who=1, reports_first=reports_first)
+        _, said, _ = Job(tmp_path, "aab").run(part, dead=(0, 2))
         assert "extra.fn" in said
     assert [one.step for one in next_job(tmp_path, "aab")] == [2, 2, 2]
 

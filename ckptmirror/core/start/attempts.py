@@ -281,7 +281,8 @@ def claim_from(
     counted = count(evidence)
     configured = [row.place for row in evidence.mirrors() if row.required and row.reach is not Reach.DROPPED]
     heard = AttemptList(run_id, tuple(counted.heard.values()))
-    completed = _ids(evidence.disk, Voice.COMPLETED) | _taken_by_all(evidence, counted.known.values())
+    counting = [one for one in counted.known.values() if one.id in counted.counting]
+    completed = _ids(evidence.disk, Voice.COMPLETED) | _taken_by_all(evidence, counting)
     known = AttemptList(run_id, tuple(counted.known.values()), evidence.requirements, tuple(sorted(completed)))
     known = merge_attempts(known, AttemptList(run_id, tuple(adopted)))
     number = max(next_number(heard), next_number(known))
@@ -298,10 +299,11 @@ def claim_from(
     )
 
 
-def _taken_by_all(evidence: Evidence, known: Iterable[Attempt]) -> set[str]:
+def _taken_by_all(evidence: Evidence, counting: Iterable[Attempt]) -> set[str]:
     """Return the attempts of persons that every mirror which had to take them lists now: of these no doubt is left.
 
-    A mirror that was taken out of the run since is not asked any more, as when it is decided whether they count.
+    A mirror that was taken out of the run since need not. If it answers all the same, and does not list one, that one
+    is not among those that count.
     """
     removed = {one.url for one in evidence.requirements if one.is_removed}
     listed = {
@@ -309,7 +311,7 @@ def _taken_by_all(evidence: Evidence, known: Iterable[Attempt]) -> set[str]:
         for row in evidence.mirrors()
         if row.answers and row.listed is ListFound.SOUND
     }
-    asked = {one.id: {*one.required} - removed for one in known if one.by_person}
+    asked = {one.id: {*one.required} - removed for one in counting if one.by_person}
     return {one for one, urls in asked.items() if urls and all(one in listed.get(url, ()) for url in urls)}
 
 

@@ -318,8 +318,8 @@ class Node:
         sign: Sign = "reported" if math.isfinite(loss) else "diverged"
         if sign in self._signs:
             return
-        has_saved = "saved" in self._signs
         self._signs.add(sign)
+        is_settled = "saved" in self._signs or (sign == "reported" and "ended" in self._signs)
         if sign == "diverged":
             save_logger(_log, step=step).warning(
                 "step %d: the reported loss is %s. If %d starts in a row fail from one save, the next one goes back to "
@@ -328,7 +328,7 @@ class Node:
                 loss,
                 FAILED_STARTS,
             )
-        if not has_saved:  # an attempt that saved has not failed
+        if not is_settled:  # an attempt that saved has not failed, nor one that ckptmirror let down
             self._note(sign)
 
     def end_attempt(self, *, failed: bool) -> None:
@@ -343,8 +343,10 @@ class Node:
 
     def on_failed(self) -> None:
         """Record at once that a save failed because of ckptmirror: what this may end is not the fault of training."""
-        if "reported" in self._signs and not self._signs & {"saved", "ended"}:
-            self._signs.add("ended")
+        if self._signs & {"saved", "ended"}:
+            return
+        self._signs.add("ended")
+        if "reported" in self._signs:  # else report() will not record it: in this order one of both sees the other
             self._write_sign(self.claim, "ended")
 
     def _note(self, sign: Sign) -> None:

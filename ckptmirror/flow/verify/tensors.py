@@ -103,7 +103,7 @@ def _at_hand(
         return
     with tempfile.TemporaryDirectory(prefix="ckptmirror-") as name:
         receive_whole(mirror, meta, Path(name), artifacts)
-        yield Path(name), replace(here, tag="")
+        yield Path(name), here
 
 
 def _compare(root: Path, meta: Meta, kind: Kind) -> TensorsFound:

@@ -6,6 +6,7 @@ Rules:
 * While a mirror is silent a start may always wait. What it continues from must be the newest all the same, but where no
   mirror answers: then it is the newest of its own disks, and a branch may begin (docs/adr/0004).
 * A start over by a person that goes on where such a start has saved since is the same command, started again.
+* A copy that somebody staged counts on the disks that made the save, as what it replaced did.
 * The persistent directory is one more disk of every job. So is a mirror, for parts of saves of which disks have others.
 * An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
@@ -69,7 +70,8 @@ def view_of(world: World, nodes: Iterable[str], *, mirrors: bool) -> View:
     counting = {meta.attempt.id for place in there for meta in place.metas} & attempts.keys()
     lists = [{one.id for one in place.attempts.attempts} for place in there if place.attempts is not None]
     counting |= {one for one, a in attempts.items() if a.by_person and all(one in listed for listed in lists)}
-    _count_on_disk(attempts, saves, counting, disk, there)
+    own = {one.save_id for one in world.truths.values() if one.disks == {node: world.disk[node] for node in nodes}}
+    _count_on_disk(attempts, saves, counting, disk, there, own)
     damaged = {meta.save_id: meta for place in places for meta in place.metas if meta.save_id not in metas}
     return View(
         attempts=list(attempts.values()),
@@ -122,12 +124,21 @@ def _attempts(places: Iterable[Seen]) -> dict[str, KnownAttempt]:
 
 
 def _count_on_disk(
-    attempts: dict[str, KnownAttempt], saves: list[SeenSave], counting: set[str], disk: Seen, there: list[Seen]
+    attempts: dict[str, KnownAttempt],
+    saves: list[SeenSave],
+    counting: set[str],
+    disk: Seen,
+    there: list[Seen],
+    own: set[str],
 ) -> None:
-    """Add the attempts whose saves are on these disks alone, newest first, each while it is a fast-forward."""
+    """Add the attempts whose saves are on these disks alone, newest first, each while it is a fast-forward.
+
+    ``own`` are the saves that these disks together made: those are theirs also if somebody staged them since.
+    """
     mirrored = {save_id for place in there for save_id in place.whole()}
     committed = [save for save in saves if save.save_id in mirrored]
-    here = {meta.attempt.id for meta, _ in disk.whole().values() if meta.staged_from is None} & attempts.keys()
+    whole = [meta for meta, _ in disk.whole().values() if meta.staged_from is None or meta.save_id in own]
+    here = {meta.attempt.id for meta in whole} & attempts.keys()
     for one in sorted(here - counting, key=lambda one: (attempts[one].number, one), reverse=True):
         if is_forward(list(attempts.values()), committed, counting, one):
             counting.add(one)

@@ -20,6 +20,7 @@ from typing import Any
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import drain as drain_root
+from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.start.rewind import rewind as rewind_root
 from ckptmirror.testing import Fault
 from tests.kit.processes import Pipe, clean_process
@@ -28,6 +29,7 @@ from tests.nodes.campaign.expected import allowed_starts, apart_on, view_of
 from tests.nodes.campaign.jobs import LIMIT_S, Hung, Job, run_together
 from tests.nodes.campaign.plans import Ambush, Plan
 from tests.nodes.campaign.rank import Broke, Committed, Ended, Failed, Mirrored, Resumed, Snapshot
+from tests.nodes.campaign.sight import look_at_mirror
 from tests.nodes.campaign.world import NODES, Broken, GcsMirror, Mixed, World
 from tests.simulation.reference import Allowed, in_order
 
@@ -421,6 +423,23 @@ def rewind(world: World, watch: Watch, draw: random.Random) -> None:
         raise Broken(f"after a rewind to step {step}, a start is expected to {newest}")
 
 
+def stage(world: World, watch: Watch, draw: random.Random) -> None:
+    """A person brings a save into the root of a node, in the place of the node's own part of it if that has one."""
+    node, mirror = draw.choice(world.free or [""]), draw.choice(world.mirrors)
+    there = sorted({meta.step for meta in look_at_mirror(world, mirror.url, mirror.objects()).metas})
+    if not node or not world.root(node).exists() or not there:
+        return
+    step = draw.choice(there[-2:])
+    outcome = in_process(stage_to, world.root(node), step, mirror.url)
+    world.told.append(f"  a person stages step {step} from {mirror.url} on node {node}: {outcome}")
+    if not (outcome.startswith("staged") or world.silent or world.asleep):
+        raise Broken(f"step {step} cannot be staged on node {node}: {outcome}")
+
+
+def stage_to(root: Path, step: int, url: str) -> str:
+    return f"staged kind {stage_checkpoint_step(url, dest=root, step=step, full=True, superseded=True).kind}"
+
+
 def rewind_to(root: Path, step: int, urls: Sequence[str]) -> str:
     return f"rewound to the copy in {rewind_root(root, step, mirrors=urls).place}"
 
@@ -478,4 +497,5 @@ RULES: dict[str, tuple[Rule, int]] = {
     "come_back": (come_back, 10),
     "drain": (drain, 8),
     "rewind": (rewind, 4),
+    "stage": (stage, 6),
 }

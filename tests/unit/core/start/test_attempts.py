@@ -187,6 +187,8 @@ def test_a_mirror_that_a_person_took_out_has_no_say_in_whether_all_have_taken_a_
     without_b = (Requirement("gs://a", 2), Requirement("gs://b", 2, is_removed=True))
     seen = evidence(replace(place(DISK, (A,)), requirements=without_b), place("gs://a", (A, BACK_TO_A1), (A1, A2)))
     assert claim_from(seen, Attempt("D", 0, ref(A1)), "run", needs_all=False).root_list.completed == ("C",)
+    answers = evidence(*seen.rows, place("gs://b", (A,), (A1, A2)))
+    assert claim_from(answers, Attempt("D", 0, ref(A2)), "run", needs_all=False).root_list.completed == ()
     only_b = replace(BACK_TO_A1, required=("gs://b",))
     none_left = evidence(replace(place(DISK, (A, only_b)), requirements=without_b), place("gs://a", (A,), (A1,)))
     assert claim_from(none_left, Attempt("D", 0, ref(A1)), "run", needs_all=False).root_list.completed == ()
