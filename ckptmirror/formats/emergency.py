@@ -41,7 +41,7 @@ from ckptmirror.formats.names import live_parameters, live_values
 from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.shards import Piece, cut, region_of
 from ckptmirror.formats.sidecars import load_extra, ranks_read, tensor_list
-from ckptmirror.formats.stages import in_stages
+from ckptmirror.formats.stages import check_renames, in_stages
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import Versions, versions_in
 from ckptmirror.local.directories import make_dirs
@@ -157,8 +157,8 @@ class EmergencyFormat:
         tree = _snapshot(shared, directory)
 
         def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
-            if target.elsewhere:
-                target.rules.check_renames(tree["model"])
+            if shared is not source:  # which has this rank's names alone, and these are the model's
+                check_renames(tree["model"], live_values(module), target.elsewhere, target.rules)
             return plan_model(
                 module,
                 {**tree["model"], **own(tree["model"])},

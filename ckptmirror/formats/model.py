@@ -31,7 +31,7 @@ from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import RankFiles, named_file, rank_files
 from ckptmirror.formats.shards import cut
 from ckptmirror.formats.sidecars import extra_tree
-from ckptmirror.formats.stages import elsewhere_in, join_groups
+from ckptmirror.formats.stages import check_renames, elsewhere_in, join_groups
 from ckptmirror.formats.versions import attached, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
 from ckptmirror.untrusted.tensor_files import check_regular, load_pt
@@ -89,6 +89,7 @@ class ModelFormat:
         def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
             saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
             values = {key: decode(value) for key, value in saved.items()}
+            check_renames(values, live_values(module), target.elsewhere, target.rules)
             return plan_model(
                 module,
                 {**values, **own(values)},

@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from ckptmirror.core.errors import IntegrityError
@@ -17,7 +17,7 @@ from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.names import match_names
 
-__all__ = ["by_stage", "elsewhere_in", "in_stages", "join_groups"]
+__all__ = ["by_stage", "check_renames", "elsewhere_in", "in_stages", "join_groups"]
 
 _STAGE = re.compile(r"pp(\d{1,9})")
 
@@ -76,6 +76,21 @@ def elsewhere_in(
         return lambda _: False
     matched: Mapping[str, str] = match_names(map(rules.renamed, saved), [*live, *elsewhere])
     return lambda name: matched.get(rules.renamed(name)) in elsewhere
+
+
+def check_renames(saved: Collection[str], live: Iterable[str], elsewhere: frozenset[str], rules: NameRules) -> None:
+    """Check the patterns of ``rename`` with the names of all stages; without other stages :meth:`NameRules.pair` does.
+
+    The arguments are those of :func:`elsewhere_in`.
+
+    Raises:
+        UsageError: One fits none.
+    """
+    if not elsewhere:
+        return
+    names = [*live, *elsewhere]
+    there = {*match_names(map(rules.renamed, saved), names).values()}
+    rules.check_renames(saved, [name for name in names if name not in there and not rules.leaves(name)])
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -468,3 +469,40 @@ def test_a_module_of_which_each_rank_has_its_own_can_be_left_out(tmp_path: Path)
         assert [(error, weights["a"][0], weights["b"]) for error, weights in found] == [("", -1.0, KEPT["b"])] * ranks
     assert run_ranks(2, on_other_ranks, str(tmp_path), "bc", (), {"strict": False}) == [("", KEPT)] * 2
     assert run_ranks(2, on_other_ranks, str(tmp_path), "abc", ("a.*",), {})[1] == ("", {"a": (11.0, 11.5), **KEPT})
+
+
+def staged(rank: int, root: str, names: tuple[str, str], wishes: dict[str, Any], *, snapshot: bool = False) -> str:
+    """Resume and save, as one of two stages, perhaps a snapshot; return why not."""
+    state = TrainState(nn.ModuleDict({name: nn.Linear(1, 1) for name in names[rank]}))
+    with running(Path(root), kinds=("dcp",), timeout_s=60.0, pp_rank=rank) as manager:
+        try:
+            start = manager.resume(state, **wishes)
+        except CkptMirrorError as error:
+            return str(error)
+        step = start.step + 1 if start is not None else 1
+        if snapshot:
+            manager.save_emergency_checkpoint(step, state)
+        else:
+            manager.save(step, state).wait()
+        return ""
+
+
+def test_a_pattern_that_fits_nothing_is_refused_beside_names_that_stay_in_every_stage(tmp_path: Path) -> None:
+    kept, typo = {"rename": {"a.*": "n.*"}}, {"rename": {"bb.*": "p.*"}, "strict": False}
+    assert run_ranks(2, staged, str(tmp_path), ("ab", "cd"), {}) == ["", ""]
+    assert run_ranks(2, staged, str(tmp_path), ("nb", "cd"), kept) == ["", ""]
+    assert run_ranks(2, staged, str(tmp_path), ("nb", "cd"), kept) == ["", ""]
+    for error in run_ranks(2, staged, str(tmp_path), ("np", "cd"), typo):
+        assert "rename holds 'bb.*', and the save has no tensor of that name" in error
+    assert run_ranks(2, staged, str(tmp_path), ("b", "cd"), {**kept, "strict": False}) == ["", ""]
+    assert run_ranks(2, staged, str(tmp_path), ("b", "cd"), kept) == ["", ""], "what was renamed has left the model"
+
+
+def test_a_snapshot_of_stages_takes_a_rename_of_one_of_them(tmp_path: Path) -> None:
+    snapshot = partial(staged, snapshot=True)
+    assert run_ranks(2, staged, str(tmp_path), ("ab", "cd"), {}) == ["", ""]
+    assert run_ranks(2, snapshot, str(tmp_path), ("ab", "cd"), {}) == ["", ""]
+    for error in run_ranks(2, snapshot, str(tmp_path), ("nb", "cd"), {"rename": {"aa.*": "n.*"}}):
+        assert "rename holds 'aa.*', and the save has no tensor of that name" in error
+    for _ in range(2):
+        assert run_ranks(2, snapshot, str(tmp_path), ("nb", "cd"), {"rename": {"a.*": "n.*"}}) == ["", ""]
