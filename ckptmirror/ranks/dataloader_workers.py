@@ -58,8 +58,9 @@ class WorkerShield:
         is_of_fork_server = trainer is not None and trainer.pid != os.getppid()
         if is_of_fork_server and _FOR_FORK_SERVER not in sys.modules:
             raise UsageError(
-                "A SIGTERM would end the fork server of this worker, which began before shield_workers() was called.",
-                hint="Call it before anything starts a process by forkserver, or use multiprocessing_context='spawn'.",
+                "A SIGTERM would end the fork server of this worker, which does not know of shield_workers().",
+                hint="Call it before anything starts a process by forkserver, and after set_forkserver_preload(). Or "
+                "use multiprocessing_context='spawn'.",
             )
         parent, grace_s, ends = os.getppid(), self._grace_s, self._ends
         timers: list[threading.Timer] = []

@@ -10,9 +10,11 @@ import os
 import signal
 import sys
 
+_SERVER = os.getpid()
+
 
 def _let_child_end() -> None:
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+    if os.getppid() == _SERVER and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

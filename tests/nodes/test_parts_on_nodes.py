@@ -420,15 +420,12 @@ def first_step(rank: int, job: Job) -> int | None:
     return start.step if start is not None else None
 
 
-@pytest.mark.parametrize(("nodes", "steps"), [("ab", (1, 2)), ("ab", (1,)), ("aa", (1,))])
-def test_a_save_that_is_staged_in_the_place_of_what_a_job_saved_is_still_its_own_while_the_mirror_is_silent(
-    nodes: str, steps: tuple[int, ...], tmp_path: Path
+@pytest.mark.parametrize("steps", [(1, 2), (1,)])
+def test_a_save_that_is_staged_in_the_place_of_a_part_is_still_its_jobs_own_while_the_mirror_is_silent(
+    steps: tuple[int, ...], tmp_path: Path
 ) -> None:
-    job, mirror = Job(tmp_path, nodes, steps), tmp_path / "mirror"
+    job, mirror = Job(tmp_path, "ab", steps), tmp_path / "mirror"
     job.run()
-    if nodes == "aa":
-        for path in [path for path in (tmp_path / "a").iterdir() if "000001" in path.name]:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
     stage_checkpoint_step(job.url, dest=tmp_path / "a", step=steps[-1], full=True)
     mirror.rename(tmp_path / "away")
-    assert Job(tmp_path, nodes).run(first_step) == [steps[-1]] * 2
+    assert Job(tmp_path, "ab").run(first_step) == [steps[-1]] * 2

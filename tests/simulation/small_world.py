@@ -308,17 +308,12 @@ def put_together(sight: Sight) -> set[SaveFacts]:
     return {save for save, of in wanted.items() if save in committed or len(shares[save]) == of}
 
 
-def _origin(disk: Disk, copy: Copy) -> Origin:
-    """How a copy got to the disk, as a start sees it: what was made here is, also if it was staged since."""
-    made_by = next((one.root for one in disk.listed if one.id == copy.save.attempt), "")
-    return Origin.SAVED_HERE if made_by in {disk.root, *disk.jobs} - {""} else copy.origin
-
-
 @functools.cache
 def _disk_row(disk: Disk) -> Row:
     continued = {one.parent.save_id for one in disk.listed if one.parent is not None and one.id in disk.completed}
-    copies = [replace(copy, origin=_origin(disk, copy)) for copy in disk.copies]
-    made = {copy.save.attempt for copy in copies if copy.origin is not Origin.STAGED or copy.save.save_id in continued}
+    made = {
+        copy.save.attempt for copy in disk.copies if copy.origin is not Origin.STAGED or copy.save.save_id in continued
+    }
     heard = [
         Heard(one, frozenset(voice for voice, holds in _voices(one, disk, made).items() if holds))
         for one in in_order(disk.listed | disk.met)
@@ -330,7 +325,7 @@ def _disk_row(disk: Disk) -> Row:
         run_id=disk.run,
         requirements=disk.requirements,
         heard=tuple(heard),
-        copies=tuple(sorted(copies, key=lambda copy: copy.save.save_id)),
+        copies=tuple(sorted(disk.copies, key=lambda copy: copy.save.save_id)),
         parts=tuple(
             replace(part, is_given_up=part.save.save_id in disk.skipped)
             for part in sorted(disk.parts, key=lambda part: part.save.save_id)

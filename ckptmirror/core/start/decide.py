@@ -705,7 +705,7 @@ class _Start:
         aside = [one for one in self._counted.order.superseded if one not in strangers and one.save_id not in broken]
         later = [save for save in aside if save.step > chosen.step]
         if later and self._wish.is_auto:
-            last = later[-1].save_id
+            last = max(later, key=lambda save: (save.step, self._age(save))).save_id
             steps = f"{len(later)} saves (steps {later[0].step} to {later[-1].step}) are"
             one = f"step {later[0].step} (save {last[:8]}) is"
             self._note(

@@ -4,6 +4,7 @@ Rules:
 * A save of several nodes is whole on their disks if each of its parts is whole on one of them, whichever node that is
   now. It is whole in the kinds in which all parts are.
 * Its attempt has committed it only if every part is there: a crash may have left some of them.
+* A save that was staged in the place of a part is this job's own if another disk of the job has the part that it made.
 * Lists only grow, so the union of the nodes' lists is the list. Where one node's is sound, no other is missed.
 * All nodes are of one run.
 """
@@ -69,6 +70,9 @@ def one_disk(rows: Sequence[Row]) -> Row:
         parts.setdefault(part.save.save_id, []).append(part)
     copies = _copies([copy for row in rows for copy in row.copies], parts)
     committed = {found[0].save.attempt for found in parts.values() if not _absent(found)}
+    committed |= {
+        copy.save.attempt for copy in copies if copy.save.save_id in parts and copy.origin is Origin.SAVED_HERE
+    }
     whole = {copy.save.save_id: copy.save.kinds for copy in copies}
     return replace(
         rows[0],
@@ -105,7 +109,7 @@ class Torn:
         behind: Those that no place has whole, and that an attempt leaves behind: once it has committed a save on every
             required mirror, nobody continues from these any more.
         cannot_be_on: Mirrors where one cannot become whole any more. A required mirror has it; these were added since,
-            or lost it. Or it is on the lineage, and these have a later save of that.
+            or lost it. Or it is on the lineage, and these have a later save of that, or the one that replaced it.
     """
 
     all: frozenset[str] = frozenset()
@@ -158,8 +162,9 @@ def _cannot_be_on(
     standing = lineage(known, [*saves, *of_parts], counting).standing_by_save()
     for save_id, parts in alone.items():
         has_it = [row for row in rows if any(copy.save.save_id == save_id for copy in row.copies)]
-        is_current, step = standing[save_id] == "current", parts[0].save.step
-        later = {one.save_id for one in saves if is_current and one.step > step and standing[one.save_id] == "current"}
+        first = parts[0].save.step + (standing[save_id] == "current")  # of what makes up for it
+        later = {one.save_id for one in saves if one.step >= first and standing[one.save_id] == "current"}
+        later = later if standing[save_id] in ("current", "replaced") else set()
         found[save_id] = tuple(
             row.place
             for row in rows
@@ -236,6 +241,9 @@ def _heard(rows: Sequence[Row], committed: Iterable[str]) -> tuple[Heard, ...]:
 def _copies(copies: Sequence[Copy], parts: Mapping[str, Sequence[Part]]) -> tuple[Copy, ...]:
     found: dict[str, Copy] = {}
     joined = [_joined(of_save) for of_save in parts.values()]
+    made = {part.save.save_id for of_save in parts.values() for part in of_save if part.origin is Origin.SAVED_HERE}
+    in_place = {copy for copy in copies if copy.origin is Origin.STAGED and copy.save.save_id in made}
+    copies = [replace(copy, origin=Origin.SAVED_HERE) if copy in in_place else copy for copy in copies]
     for copy in (*copies, *(one for one in joined if one.save.kinds)):
         before = found.setdefault(copy.save.save_id, copy)
         kinds = {*before.save.kinds, *copy.save.kinds}

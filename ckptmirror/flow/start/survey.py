@@ -341,11 +341,7 @@ class _Rows:
             meta.attempt.id
             for meta in metas
             if meta.is_whole
-            and (
-                self._origin(disk, meta, listed) is not Origin.STAGED
-                or meta.save_id in continued
-                or disk.listed is not ListFound.SOUND
-            )
+            and (meta.staged_from is None or meta.save_id in continued or disk.listed is not ListFound.SOUND)
         }
         uploaded = {record.save_id for record in disk.metas_sent if record.state is RecordState.VERIFIED}
         heard = self._heard(
@@ -394,12 +390,11 @@ class _Rows:
             yield replace(whole, shares=tuple(share for share in shares if share not in good))
 
     def _origin(self, disk: DiskFacts, meta: Meta, listed: Mapping[str, Attempt]) -> Origin:
-        made_by = listed[meta.attempt.id].root if meta.attempt.id in listed else ""
-        if made_by and made_by == self._identity.id:
-            return Origin.SAVED_HERE  # perhaps staged since, in the place of what was saved here
         if meta.staged_from is not None:
             return Origin.STAGED
-        return Origin.SAVED_HERE if not made_by and disk.identity.is_first else Origin.COPIED
+        made_by = listed[meta.attempt.id].root if meta.attempt.id in listed else ""
+        ours = made_by == self._identity.id if made_by else disk.identity.is_first
+        return Origin.SAVED_HERE if ours else Origin.COPIED
 
     def _on_mirrors(self, save_id: str) -> list[Meta]:
         return [catalog.saves[save_id] for catalog in self._remote if save_id in catalog.saves]

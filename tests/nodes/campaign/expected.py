@@ -6,7 +6,7 @@ Rules:
 * While a mirror is silent a start may always wait. What it continues from must be the newest all the same, but where no
   mirror answers: then it is the newest of its own disks, and a branch may begin (docs/adr/0004).
 * A start over by a person that goes on where such a start has saved since is the same command, started again.
-* A copy that somebody staged counts on the disks that made the save, as what it replaced did.
+* A copy that somebody staged counts on the disks that made the save, while one of them has its own part.
 * The persistent directory is one more disk of every job. So is a mirror, for parts of saves of which disks have others.
 * An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
@@ -70,7 +70,7 @@ def view_of(world: World, nodes: Iterable[str], *, mirrors: bool) -> View:
     counting = {meta.attempt.id for place in there for meta in place.metas} & attempts.keys()
     lists = [{one.id for one in place.attempts.attempts} for place in there if place.attempts is not None]
     counting |= {one for one, a in attempts.items() if a.by_person and all(one in listed for listed in lists)}
-    own = {one.save_id for one in world.truths.values() if one.disks == {node: world.disk[node] for node in nodes}}
+    own = {one for one in here if world.truths[one].disks == {node: world.disk[node] for node in nodes}}
     _count_on_disk(attempts, saves, counting, disk, there, own)
     damaged = {meta.save_id: meta for place in places for meta in place.metas if meta.save_id not in metas}
     return View(

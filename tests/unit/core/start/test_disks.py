@@ -96,6 +96,16 @@ def test_a_torn_part_says_why_and_a_whole_copy_elsewhere_ends_the_problem() -> N
     assert one_disk([*torn, staged]).problems == ()
 
 
+def test_what_was_staged_in_the_place_of_a_part_is_the_jobs_own_while_it_has_another_part() -> None:
+    staged = replace(disk(), copies=(Copy(ONE, Origin.STAGED),))
+    beside_own = one_disk([staged, disk(part(ONE, 1))])
+    assert ([copy.origin for copy in beside_own.copies], counts(beside_own)) == ([Origin.SAVED_HERE], True)
+    of_others = replace(part(ONE, 1), origin=Origin.COPIED)
+    for row in (disk(), disk(of_others), disk(part(TWO, 1)), staged):
+        found = one_disk([staged, row])
+        assert ([copy.origin for copy in found.copies], counts(found)) == ([Origin.STAGED], False)
+
+
 def test_a_save_that_lost_a_kind_on_one_node_and_another_on_the_next_names_both() -> None:
     lost_model, lost_dcp = (
         part(ONE, 0, kinds=("dcp",), why="no weights"),
@@ -307,6 +317,21 @@ def test_a_mirror_that_has_a_later_save_of_the_lineage_does_not_wait_for_what_no
     ):
         attempt = Attempt("next", 9, ref(parent), root="now")
         assert torn(Evidence((here, mirror, place(BOTH[1], [A])), "now"), attempt).cannot_be_on == cannot
+
+
+def test_nor_does_a_mirror_that_has_the_save_which_replaced_it() -> None:
+    again = replace(ONE, save_id="again", number=ONE.number + 1)
+    here = one_disk([disk(part(ONE, 0), part(again, 0)), disk(part(again, 1))])
+    for there, parent, cannot in (
+        (place(BOTH[0], [A], [again]), again, {ONE.save_id: (BOTH[0],)}),
+        (place(BOTH[0], [A], [TWO]), TWO, {ONE.save_id: (BOTH[0],)}),
+        (place(BOTH[0], [A]), again, {}),
+        (replace(place(BOTH[0], [A], [again]), parts_here=((ONE.save_id[:8], 1),)), again, {}),
+        (place(BOTH[0], [A], [again]), ONE, {}),  # the run went back to it
+    ):
+        attempt = Attempt("next", 9, ref(parent), root="now")
+        found = torn(Evidence((here, there, place(BOTH[1], [A])), "now"), attempt)
+        assert found.cannot_be_on == cannot
 
 
 def test_a_save_of_the_lineage_of_which_a_mirror_has_the_rest_is_waited_for() -> None:

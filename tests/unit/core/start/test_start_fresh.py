@@ -248,3 +248,12 @@ LISTS = [
 @pytest.mark.parametrize("case", [*FRESH, *ASKED, *LISTS], ids=lambda case: case.name)
 def test_step_0_and_lists(case: Case) -> None:
     case.check()
+
+
+@pytest.mark.parametrize(("earlier", "last"), [("one", "other"), ("other", "one")])
+def test_of_the_branches_that_were_left_the_one_that_was_left_last_is_named(earlier: str, last: str) -> None:
+    left = [by(earlier, 1, after=a100), by(last, 2, after=a100)]
+    saved = [a100, *(one.save(200) for one in left)]
+    back = by("back", 3, after=a100, person=True)
+    found = tries(a100, says=f"continue from it with policy='{saved[-1].id[:8]}'")
+    Case("", [disk([a, *left, back], saved=saved, completed=[back])], found).check()
