@@ -147,7 +147,7 @@ class EmergencyFormat:
         sharded = saved.get("sharded") is True
         if not sharded:
             shared = source.of(0)
-        elif meta.world_size == target.world_size and saved["model"].keys() == live_values(module).keys():
+        elif meta.world_size == target.world_size and _new_names(saved, target).keys() == live_values(module).keys():
             shared = source
         else:
             for rank in source.ranks:
@@ -157,8 +157,8 @@ class EmergencyFormat:
         tree = _snapshot(shared, directory)
 
         def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
-            if shared is not source:  # which has this rank's names alone, and these are the model's
-                check_renames(tree["model"], live_values(module), target.elsewhere, target.rules)
+            all_names = _names_of_all(source, directory, meta, target) if shared is source else tree["model"].keys()
+            check_renames(all_names, live_values(module), target.elsewhere, target.rules)
             return plan_model(
                 module,
                 {**tree["model"], **own(tree["model"])},
@@ -201,22 +201,36 @@ def snapshot_files_read(root: Path, meta: Meta, target: LoadTarget) -> set[str]:
     ranks = ranks_read(source.below("extra"), meta, target)
     if tree.get("sharded") is not True:
         ranks.add(0)
-    elif not _are_own_pieces(tree, target.state.model):
+    elif not _are_own_pieces(tree, target):
         ranks.update(source.ranks)
     return {f"{directory.name}/{names.emergency_files(rank)[0]}" for rank in ranks}
 
 
-def _are_own_pieces(tree: Mapping[str, Any], module: torch.nn.Module) -> bool:
+def _are_own_pieces(tree: Mapping[str, Any], target: LoadTarget) -> bool:
     """Whether a rank's file holds the very pieces that the rank holds now."""
-    live, optimizer = live_values(module), tree["optimizer"]
+    live, optimizer = live_values(target.state.model), tree["optimizer"]
     own: dict[Hashable, Region] = {
         name: region_of(value) for name, value in live.items() if isinstance(value, torch.Tensor)
     }
-    saved = {name: _region(value) for name, value in tree["model"].items()}
+    saved: dict[Hashable, Region | None] = {name: _region(value) for name, value in _new_names(tree, target).items()}
     if saved.keys() != live.keys() or any(saved[name] != region for name, region in own.items()):
         return False
     state = placed_leaves(optimizer.get("state")) if isinstance(optimizer, dict) else ()
-    return all(own.get(path[0]) == leaf.region for path, leaf in state if isinstance(leaf, Piece))
+    renamed = target.rules.renamed
+    return all(own.get(renamed(str(path[0]))) == leaf.region for path, leaf in state if isinstance(leaf, Piece))
+
+
+def _new_names(tree: Mapping[str, Any], target: LoadTarget) -> dict[str, Any]:
+    """Return what a rank's file has of the model, under the names that it has there."""
+    return {target.rules.renamed(name): value for name, value in tree["model"].items()}
+
+
+def _names_of_all(source: RankFiles, directory: Path, meta: Meta, target: LoadTarget) -> Collection[str]:
+    """Return the names that all ranks saved, for a check of ``rename``; one rank does it, if its node has the files."""
+    has_all = len(source.ranks) == meta.world_size
+    if not (has_all and target.rank == 0 and target.elsewhere and target.rules.rename):
+        return ()
+    return {name for rank in source.ranks for name in _snapshot(source.of(rank), directory)["model"]}
 
 
 def _region(value: Any) -> Region | None:

@@ -86,7 +86,7 @@ def check_renames(saved: Collection[str], live: Iterable[str], elsewhere: frozen
     Raises:
         UsageError: One fits none.
     """
-    if not elsewhere:
+    if not (elsewhere and saved):
         return
     names = [*live, *elsewhere]
     there = {*match_names(map(rules.renamed, saved), names).values()}

@@ -21,7 +21,7 @@ import pytest
 
 from ckptmirror import CheckpointManager, StopRequest
 from ckptmirror.core import names, signing
-from ckptmirror.core.errors import UsageError
+from ckptmirror.core.errors import CkptMirrorError, UsageError
 from ckptmirror.flow.places.attempt_lists import diverged_there, health_here, read_local_attempts
 from ckptmirror.flow.places.resolve import list_checkpoints
 from ckptmirror.flow.start.rewind import rewind
@@ -45,8 +45,15 @@ def a_start(root: Path, url: str, how: str) -> None:
     """Resume, train a step, and end as said."""
     manager = CheckpointManager(root, [url], kinds=("model",))
     stop = StopRequest().install()
-    info = manager.resume(new_state())
+    state = new_state()
+    info = manager.resume(state)
     assert info is not None
+    if how.endswith("cannot be saved"):
+        state.extra = {"fn": len}
+        if how.startswith("killed after a step"):
+            manager.report(info.step + 1, 0.5)
+        with pytest.raises(CkptMirrorError):
+            manager.save(info.step + 1, state).wait()
     if how != "killed before a step":
         manager.report(info.step + 1, 0.5)
     if how == "diverged":
@@ -135,6 +142,12 @@ def test_two_are_not_enough(root: Path, url: str) -> None:
 @pytest.mark.parametrize("how", ["stopped", "closed", "interrupted", "again"])
 def test_a_start_that_ended_in_order_does_not_count(root: Path, url: str, how: str) -> None:
     starts(root, url, "killed", "killed", how)
+    assert resumed(root, url) == (6, "")
+
+
+@pytest.mark.parametrize("when", ["after a step", "before a step was reported"])
+def test_a_start_that_ckptmirror_let_down_ends_the_row(root: Path, url: str, when: str) -> None:
+    starts(root, url, "killed", "killed", f"killed {when}: cannot be saved", "killed")
     assert resumed(root, url) == (6, "")
 
 

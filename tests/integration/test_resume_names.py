@@ -506,3 +506,32 @@ def test_a_snapshot_of_stages_takes_a_rename_of_one_of_them(tmp_path: Path) -> N
         assert "rename holds 'aa.*', and the save has no tensor of that name" in error
     for _ in range(2):
         assert run_ranks(2, snapshot, str(tmp_path), ("nb", "cd"), {"rename": {"a.*": "n.*"}}) == ["", ""]
+
+
+def across(rank: int, root: str, names: tuple[str, str], wishes: dict[str, Any]) -> str | list[float]:
+    """Resume and leave a snapshot, as one of two stages; return this rank's weights, or the error."""
+    model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names[rank]})
+    with running(Path(root), kinds=("dcp",), timeout_s=60.0, pp_rank=rank) as manager:
+        try:
+            start = manager.resume(TrainState(model), **wishes)
+        except CkptMirrorError as error:
+            return str(error)
+        if start is None:
+            for at, module in enumerate(model.values(), 1):
+                nn.init.constant_(module.weight, at + 10 * rank)
+        step = start.step + 1 if start is not None else 1
+        manager.save(step, TrainState(model)).wait()
+        manager.save_emergency_checkpoint(step + 1, TrainState(model))
+    return [float(module.weight) for module in model.values()]
+
+
+def test_a_snapshot_takes_a_rename_across_stages_and_refuses_a_pattern_that_fits_nothing(tmp_path: Path) -> None:
+    first = run_ranks(2, across, str(tmp_path), ("ab", "cd"), {})
+    assert first == [[1.0, 2.0], [11.0, 12.0]]
+    for error in run_ranks(2, across, str(tmp_path), ("ab", "cd"), {"rename": {"x.*": "n.*"}}):
+        assert "rename holds 'x.*', and the save has no tensor of that name" in error
+    for error in run_ranks(2, across, str(tmp_path), ("ab", "cd"), {"rename": {"a.*": "c.*"}, "strict": False}):
+        assert "rename makes one name of" in error
+    swapped = {"rename": {"a.*": "c.*", "c.*": "a.*"}}
+    for _ in range(2):  # the second time it was done before
+        assert run_ranks(2, across, str(tmp_path), ("ab", "cd"), swapped) == [[11.0, 2.0], [1.0, 12.0]]

@@ -319,7 +319,7 @@ class Node:
         if sign in self._signs:
             return
         self._signs.add(sign)
-        is_settled = "saved" in self._signs or (sign == "reported" and "ended" in self._signs)
+        sign = "ended" if sign == "reported" and "ended" in self._signs else sign  # ckptmirror has let it down
         if sign == "diverged":
             save_logger(_log, step=step).warning(
                 "step %d: the reported loss is %s. If %d starts in a row fail from one save, the next one goes back to "
@@ -328,7 +328,7 @@ class Node:
                 loss,
                 FAILED_STARTS,
             )
-        if not is_settled:  # an attempt that saved has not failed, nor one that ckptmirror let down
+        if "saved" not in self._signs:  # an attempt that saved has not failed
             self._note(sign)
 
     def end_attempt(self, *, failed: bool) -> None:
@@ -346,7 +346,7 @@ class Node:
         if self._signs & {"saved", "ended"}:
             return
         self._signs.add("ended")
-        if "reported" in self._signs:  # else report() will not record it: in this order one of both sees the other
+        if "reported" in self._signs:  # else report() records it: in this order one of both sees the other
             self._write_sign(self.claim, "ended")
 
     def _note(self, sign: Sign) -> None:
