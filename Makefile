@@ -8,7 +8,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DOCS   := $(VENV)/.docs-installed
-WORKERS ?= 4
+WORKERS ?= 5
 TORCH  ?= 2.10.0
 
 .DEFAULT_GOAL := help

@@ -42,7 +42,7 @@ CAMPAIGNS = {
 }
 
 
-@pytest.mark.parametrize("name", quick(CAMPAIGNS, "a second save", "an emergency"))
+@pytest.mark.parametrize("name", quick(CAMPAIGNS, "an emergency"))
 def test_a_save_killed_anywhere_keeps_what_was_acknowledged(
     name: str, servers: list[StoryServer], tmp_path: Path
 ) -> None:

@@ -369,7 +369,7 @@ def find_faults(rank: int, root: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("before", "now"), [(2, 3), *(pytest.param(*both, marks=pytest.mark.long) for both in [(2, 2), (3, 2), (1, 2)])]
+    ("before", "now"), [pytest.param(*both, marks=pytest.mark.long) for both in [(2, 3), (2, 2), (3, 2), (1, 2)]]
 )
 def test_each_of_100_faults_in_a_shard_is_named_on_every_rank_on_any_number_of_ranks(
     tmp_path: Path, before: int, now: int

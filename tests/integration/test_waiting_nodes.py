@@ -173,6 +173,7 @@ def test_a_node_that_waits_for_another_sends_its_own_part_again_if_the_mirror_lo
     assert context.awaited[save_id]
 
 
+@pytest.mark.long
 def test_who_waited_long_for_a_node_asks_often_again_once_somebody_waits_for_it(nodes: Nodes) -> None:
     """The delay went on growing in the next job, whose close gave up although the part had come in its first second."""
     done, _ = nodes.places
