@@ -151,6 +151,18 @@ def test_a_start_that_ckptmirror_let_down_ends_the_row(root: Path, url: str, whe
     assert resumed(root, url) == (6, "")
 
 
+def test_a_program_that_never_reports_records_nothing_also_if_a_save_failed(tmp_path: Path) -> None:
+    with running(tmp_path, kinds=("model",)) as manager:
+        state = new_state()
+        manager.resume(state)
+        state.extra = {"fn": len}
+        with pytest.raises(CkptMirrorError):
+            manager.save(1, state).wait()
+        state.extra = {}
+        manager.save(2, state).wait()
+    assert not (tmp_path / names.HEALTH_NAME).exists()
+
+
 def test_starts_that_never_trained_do_not_count(root: Path, url: str) -> None:
     starts(root, url, "killed", *["killed before a step"] * 4, "killed")
     assert resumed(root, url) == (6, "")

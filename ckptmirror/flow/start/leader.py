@@ -307,7 +307,7 @@ class Node:
             self._rotation_thread.wake()
         self._last_step = meta.step
         if "saved" not in self._signs:
-            has_reported = bool(self._signs)
+            has_reported = bool(self._signs - {"ended"})
             self._signs.add("saved")
             if has_reported:
                 self._note("saved")
