@@ -92,7 +92,8 @@ scale: setup  ## Count what a save and a start cost a job of 1 to 1,000 nodes of
 	$(BIN)/python -m tests.scale $(if $(NODES),--nodes $(NODES))
 
 campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
-	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start --timeout=3600
+	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start \
+	    tests/integration/test_random_loads.py --timeout=3600
 
 matrix: setup  ## Load what 1 to 8 ranks saved, of each kind and under each wrapper, or were killed after, on 1 to 8 ranks
 	CKPTMIRROR_MATRIX=full $(BIN)/python -m pytest -v tests/integration/test_matrix.py --timeout=3600

@@ -85,7 +85,7 @@ class NameRules:
             saved: The names in the save.
             live: The names in the model.
             elsewhere: The names that only other ranks hold; the save may have them too. If there are any, the caller
-                checks the patterns of ``rename`` (:meth:`check_renames`): ``saved`` may lack what others read.
+                checks the patterns (:meth:`check_patterns`): ``saved`` may lack what others read.
             match: Returns the live name for each saved one, or the saved one itself.
 
         Raises:
@@ -97,12 +97,10 @@ class NameRules:
             if (other := first.setdefault(there, name)) != name:
                 raise UsageError(f"rename makes one name of {other} and {name}: {there}.")
         matched = match(first, [*live, *elsewhere])
-        known = {*matched.values(), *live, *elsewhere}
-        self._check_used("exclude", _PREFIX, self.exclude, known, "neither the model nor the save has a")
         by_live = {matched[there]: name for there, name in first.items() if not self.leaves(matched[there])}
         missing = [name for name in live if name not in by_live and not self.leaves(name)]
         if not elsewhere:
-            self.check_renames(saved, missing)
+            self.check_patterns(saved, {*matched.values(), *live}, missing)
         here = {*live, *elsewhere}
         unexpected = [name for there, name in by_live.items() if there not in here]
         if self.strict and (missing or unexpected):
@@ -146,15 +144,21 @@ class NameRules:
     def _left(self, live: Iterable[str]) -> list[str]:
         return [name for name in live if self.leaves(name)]
 
-    def check_renames(self, saved: Collection[str], missing: Collection[str] = ()) -> None:
-        """Check that each pattern of ``rename`` fits a name of a save, given all of them, also those of other ranks.
+    def check_patterns(self, saved: Collection[str], known: Collection[str], missing: Collection[str] = ()) -> None:
+        """Check that each pattern fits a name, given those of all ranks.
 
-        One fits, too, if its new names are there: an earlier start has renamed them. What it has renamed may also have
-        left the model since, so if that start is known, and the model has no ``missing`` name, none is checked.
+        One of ``rename`` fits, too, if its new names are there: an earlier start has renamed them. What it has renamed
+        may also have left the model since, so if that start is known, and no name is missing, none is checked.
+
+        Args:
+            saved: The names in the save.
+            known: Their new names, and those of the model.
+            missing: The names of the model that the save lacks.
 
         Raises:
             UsageError: One fits none.
         """
+        self._check_used("exclude", _PREFIX, self.exclude, known, "neither the model nor the save has a")
         if self.kept and not missing:
             return
         renamed = self.rename if isinstance(self.rename, Mapping) else {}

@@ -6,6 +6,7 @@ The other ranks keep theirs, and what their optimizers hold for it, in their ``e
 Rules:
 * Patterns match names of parameters and buffers as a shell matches file names: ``experts.*``.
 * The save says which names these are. A load goes by it, whatever the state declares.
+* The ranks of one stage of a model have others of these names than those of another stage, which may have none.
 * They belong to a rank, so another number of ranks cannot load them, unless the state has a function that merges them:
   it gets the values of all ranks of the save under one name, this rank and the number of ranks, and returns the rank's
   value. All is merged, and its shape compared, before anything changes.
@@ -28,6 +29,7 @@ __all__ = [
     "Merge",
     "Own",
     "PerRank",
+    "RankExtras",
     "ValueTools",
     "check_patterns",
     "check_per_rank",
@@ -66,6 +68,21 @@ class ValueTools:
 
     read: Callable[[Any], Any]
     same: Callable[[Any, Any], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class RankExtras:
+    """What the ranks of a save had beside the kinds, in their ``extra_*`` files.
+
+    Attributes:
+        first: What the file of the rank that loads has, or that of another rank; None if there is none.
+        world_size: The number of ranks that saved.
+        of_all: Returns each rank that has such a file, with what it has, read one by one.
+    """
+
+    first: Any
+    world_size: int
+    of_all: Callable[[], Iterable[tuple[int, Any]]] = tuple
 
 
 @dataclass(frozen=True)
@@ -148,6 +165,11 @@ class Own:
                 hint="Build the model, and split it into stages, as it was when it was saved.",
             )
 
+    @property
+    def names_of_all(self) -> frozenset[str]:
+        """The names that any rank had of its own, as far as it is known."""
+        return self.names
+
     def state_of(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state with ``own``, this rank's, in place of what all ranks share of these names."""
         return {**_others(shared, self.names), **own} if self.is_here else dict(shared)
@@ -167,6 +189,11 @@ class _Merged(Own):
     functions: Mapping[str, Merge] = field(default_factory=dict)
     tools: ValueTools = field(default_factory=lambda: ValueTools(lambda value: value, lambda one, other: one == other))
     _shapes: dict[str, Any] = field(default_factory=dict)  # of the saved values
+
+    @property
+    def names_of_all(self) -> frozenset[str]:
+        """The names that any rank had of its own."""
+        return frozenset(name for one in self.records for name in one.names)
 
     def values(self, shared: Mapping[str, Any], like: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the merged values of the model, by name.
@@ -358,13 +385,12 @@ def only(parts: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {"model": model, "optimizer": {"state": state}}
 
 
-def own_for(target: Any, extra: Any, of: Callable[[int], Any], tools: ValueTools) -> Own | None:
+def own_for(target: Any, saved: RankExtras, tools: ValueTools) -> Own | None:
     """Return what a rank has of its own; None if that is nothing, or if the target wants none of it.
 
     Args:
         target: Who loads, and what.
-        extra: The contents of its file, or of another rank's if it has none.
-        of: Returns the contents of any rank's file, to merge them.
+        saved: What the ranks of the save had beside the kinds.
         tools: See there.
 
     Raises:
@@ -372,26 +398,30 @@ def own_for(target: Any, extra: Any, of: Callable[[int], Any], tools: ValueTools
         IntegrityError: It is not what a save writes there, or is another rank's.
     """
     wants_optimizer = target.state.optimizer is not None and "optimizer" not in target.exclude
-    if (own := _own_in(extra)) is None or not (wants_optimizer or "model" not in target.exclude):
+    if not (wants_optimizer or "model" not in target.exclude):
         return None
-    declared = target.state.per_rank
     rules = target.rules
-    new = {name: rules.renamed(name) for name in own.names}
-    leaves_some = any(map(rules.leaves, new.values()))
-    if own.world_size == target.world_size or not (isinstance(declared, Mapping) or leaves_some):
-        own.refuse_other_ranks(target.rank, target.world_size, new)
+    if saved.world_size == target.world_size:
+        if (own := _own_in(saved.first)) is not None:
+            own.refuse_other_ranks(target.rank, target.world_size, {name: rules.renamed(name) for name in own.names})
         return own
-    records = [_own_in(of(rank)) for rank in range(own.world_size)]
-    known = tuple(one for rank, one in enumerate(records) if one is not None and one.rank == rank)
-    if len(known) != own.world_size or any(one.world_size != own.world_size for one in known):
+    of_ranks = {rank: one for rank, extra in saved.of_all() if (one := _own_in(extra)) is not None}
+    if any((one.rank, one.world_size) != (rank, saved.world_size) for rank, one in of_ranks.items()):
         raise IntegrityError("The files of the ranks do not have what each rank had of its own (per_rank).")
+    if not (known := tuple(of_ranks.values())):
+        return None
     new = {name: rules.renamed(name) for one in known for name in one.names}
     names = frozenset(name for name, there in new.items() if not (there in target.elsewhere or rules.leaves(there)))
+    declared = target.state.per_rank
     functions = {name: merge for name in names if (merge := function_for(declared, new[name])) is not None}
+    patterns = tuple(dict.fromkeys(pattern for one in known for pattern in one.patterns))
     if lacking := sorted(names - functions.keys()):
-        own = replace(own, patterns=tuple(lacking))
-        own.refuse_other_ranks(target.rank, target.world_size, {name: new[name] for name in lacking})
-    return _Merged(own.patterns, names, target.rank, target.world_size, True, {}, {}, known, functions, tools)
+        told = tuple(lacking)
+        if not isinstance(declared, Mapping):
+            told = tuple(one for one in patterns if matching([one], lacking)) or told
+        called = {name: new[name] for name in lacking}
+        replace(known[0], patterns=told).refuse_other_ranks(target.rank, target.world_size, called)
+    return _Merged(patterns, names, target.rank, target.world_size, True, {}, {}, known, functions, tools)
 
 
 def _own_in(extra: Any) -> Own | None:

@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,7 +50,7 @@ from ckptmirror.formats.dcp_read import (
     prepare_directory,
     read_directory_metadata,
 )
-from ckptmirror.formats.sidecars import extra_tree
+from ckptmirror.formats.sidecars import rank_extras
 from ckptmirror.formats.stages import in_stages
 from ckptmirror.formats.tensor_bytes import compact
 from ckptmirror.formats.versions import KEY, to_text, versions_in
@@ -124,7 +123,7 @@ class DcpFormat:
     def load(self, root: Path, meta: Meta, target: LoadTarget) -> LoadReport:
         """Load model and optimizer of ``meta``; see :class:`Format`."""
         directory = root / SaveName(meta.step, meta.tag).dcp_dir
-        return load_directory(directory, target, meta.paths, partial(extra_tree, root, meta, target))
+        return load_directory(directory, target, meta.paths, rank_extras(root, meta, target))
 
 
 FORMAT = DcpFormat()

@@ -27,6 +27,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from ckptmirror.core.errors import IntegrityError, UsageError
 from ckptmirror.core.name_rules import ALL_NAMES, NameRules
+from ckptmirror.core.per_rank import RankExtras
 from ckptmirror.core.rebuilt_tree import rebuilt
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.base import LoadReport, LoadTarget
@@ -37,7 +38,7 @@ from ckptmirror.formats.names import live_values, match_names
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import named_file
 from ckptmirror.formats.shards import Piece, Stored, fill_all, fills, is_row, local_of, region_of
-from ckptmirror.formats.stages import by_stage, check_renames, elsewhere_in, join_groups
+from ckptmirror.formats.stages import by_stage, check_patterns, elsewhere_in, join_groups
 from ckptmirror.formats.tensor_bytes import DEVICE_ERRORS
 from ckptmirror.formats.versions import KEY, Versions, attached, from_text
 from ckptmirror.formats.weights_only_values import decode
@@ -177,7 +178,7 @@ class _Reader:
             return self._open[name]
 
 
-def load_directory(directory: Path, target: LoadTarget, named: Container[str], extra: Callable[..., Any]) -> LoadReport:
+def load_directory(directory: Path, target: LoadTarget, named: Container[str], extra: RankExtras) -> LoadReport:
     """Load the model and the optimizer of a DCP directory, from files that its meta names; see :func:`load_parts`."""
     # Files of other nodes may be elsewhere, so a missing file shows only when this rank reads it.
     entries, reader = target.prepared or _open(directory, named, all_here=False)
@@ -380,7 +381,7 @@ def _without_others(entries: list[_Entry], target: LoadTarget) -> list[_Entry]:
     if not target.elsewhere:
         return entries
     saved, live = {name for entry in entries if (name := _value_of(entry))}, live_values(target.state.model)
-    check_renames(saved, live, target.elsewhere, target.rules)
+    check_patterns(saved, live, target.elsewhere, target.rules)
     is_elsewhere = elsewhere_in(saved, live, target.elsewhere, target.rules)
     return [entry for entry in entries if not ((name := _value_of(entry)) and is_elsewhere(name))]
 

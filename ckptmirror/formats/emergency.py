@@ -15,9 +15,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +26,21 @@ from ckptmirror.core import names
 from ckptmirror.core.containers import TreePath, placed_leaves
 from ckptmirror.core.errors import IntegrityError, KindMismatch, UsageError
 from ckptmirror.core.model import Artifact, Kind, Meta
-from ckptmirror.core.per_rank import KEY, own_for, recorded, with_record
+from ckptmirror.core.per_rank import KEY, RankExtras, recorded, saved_names, with_record
 from ckptmirror.core.regions import Region
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.artifacts import write_json, write_pt
 from ckptmirror.formats.base import LoadReport, LoadTarget, Snapshot, WriteContext
 from ckptmirror.formats.capture import capture_local
 from ckptmirror.formats.load_model import plan_model
-from ckptmirror.formats.load_parts import OWN_VALUES, OwnValues, load_parts
+from ckptmirror.formats.load_parts import OwnValues, load_parts
 from ckptmirror.formats.merging import merged
 from ckptmirror.formats.model import full_optimizer
-from ckptmirror.formats.names import live_parameters, live_values
+from ckptmirror.formats.names import live_parameters, live_values, match_names
 from ckptmirror.formats.rank_files import RankFiles, rank_files
 from ckptmirror.formats.shards import Piece, cut, region_of
 from ckptmirror.formats.sidecars import load_extra, ranks_read, tensor_list
-from ckptmirror.formats.stages import check_renames, in_stages
+from ckptmirror.formats.stages import check_patterns, in_stages
 from ckptmirror.formats.train_state import TrainState
 from ckptmirror.formats.versions import Versions, versions_in
 from ckptmirror.local.directories import make_dirs
@@ -140,25 +139,14 @@ class EmergencyFormat:
             KindMismatch: Another number of ranks wrote it, and each had values of its own. Nothing has changed.
         """
         source, directory = _source(root, meta, target)
-        saved = _snapshot(source, directory)
         module = target.state.model
-        extra = partial(_extra_of_rank, source, directory)
-        own = own_for(target, extra(), extra, OWN_VALUES)  # refused before the ranks are compared
-        sharded = saved.get("sharded") is True
-        if not sharded:
-            shared = source.of(0)
-        elif meta.world_size == target.world_size and _new_names(saved, target).keys() == live_values(module).keys():
-            shared = source
-        else:
-            for rank in source.ranks:
-                _snapshot(source.of(rank), directory)
-            _refuse_values_of_a_rank(source, module, own.names if own is not None else frozenset())
-            shared = _joined(source)
+        saved = _snapshot(source, directory)
+        shared = _pieces(source, directory, target) if saved.get("sharded") is True else source.of(0)
         tree = _snapshot(shared, directory)
 
         def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
-            all_names = _names_of_all(source, directory, meta, target) if shared is source else tree["model"].keys()
-            check_renames(all_names, live_values(module), target.elsewhere, target.rules)
+            if shared is not source:  # else only this rank's names are here
+                check_patterns(tree["model"], live_values(module), target.elsewhere, target.rules)
             return plan_model(
                 module,
                 {**tree["model"], **own(tree["model"])},
@@ -174,7 +162,7 @@ class EmergencyFormat:
             target,
             model=model,
             optimizer=(lambda: full_optimizer(shared.below("optimizer"), target)) if has_optimizer else None,
-            extra=extra,
+            extra=_rank_extras(source, directory),
         )
         rest = load_extra(source.below("extra"), target, meta.step)
         return parts + rest
@@ -212,25 +200,43 @@ def _are_own_pieces(tree: Mapping[str, Any], target: LoadTarget) -> bool:
     own: dict[Hashable, Region] = {
         name: region_of(value) for name, value in live.items() if isinstance(value, torch.Tensor)
     }
-    saved: dict[Hashable, Region | None] = {name: _region(value) for name, value in _new_names(tree, target).items()}
+    renamed = target.rules.renamed
+    saved: dict[Hashable, Region | None] = {renamed(name): _region(value) for name, value in tree["model"].items()}
     if saved.keys() != live.keys() or any(saved[name] != region for name, region in own.items()):
         return False
     state = placed_leaves(optimizer.get("state")) if isinstance(optimizer, dict) else ()
-    renamed = target.rules.renamed
     return all(own.get(renamed(str(path[0]))) == leaf.region for path, leaf in state if isinstance(leaf, Piece))
 
 
-def _new_names(tree: Mapping[str, Any], target: LoadTarget) -> dict[str, Any]:
-    """Return what a rank's file has of the model, under the names that it has there."""
-    return {target.rules.renamed(name): value for name, value in tree["model"].items()}
+def _pieces(source: RankFiles, directory: Path, target: LoadTarget) -> RankFiles:
+    """Return files in pieces, of which the first has all that a rank needs.
 
+    On the same number of ranks it has what the rank had itself, and from others only what that lacks.
 
-def _names_of_all(source: RankFiles, directory: Path, meta: Meta, target: LoadTarget) -> Collection[str]:
-    """Return the names that all ranks saved, for a check of ``rename``; one rank does it, if its node has the files."""
-    has_all = len(source.ranks) == meta.world_size
-    if not (has_all and target.rank == 0 and target.elsewhere and target.rules.rename):
-        return ()
-    return {name for rank in source.ranks for name in _snapshot(source.of(rank), directory)["model"]}
+    Raises:
+        IntegrityError: A file is broken or hostile.
+        KindMismatch: Ranks held values of their own of what is joined, and nothing merges them.
+    """
+    live = live_values(target.state.model)
+
+    def live_names(saved: Iterable[str]) -> dict[str, str]:
+        new = {name: target.rules.renamed(name) for name in saved}
+        matched = match_names(new.values(), [*live, *target.elsewhere])
+        return {name: matched[there] for name, there in new.items()}
+
+    is_same = source.world_size == target.world_size
+    own = live_names(_snapshot(source, directory)["model"]) if is_same else {}
+    lacks = {name for name in live if not target.rules.leaves(name)}.difference(own.values())
+    if not lacks:
+        return source
+    trees = [_snapshot(source.of(rank), directory) for rank in source.ranks]
+    joined = {name for tree in trees for name in tree["model"]}
+    if is_same:
+        joined = {name for name, there in live_names(joined.difference(own)).items() if there in lacks}
+    for tree in trees:  # of these, each rank has its own, or what load_parts merges
+        joined -= saved_names(tree["extra"])
+    _refuse_values_of_a_rank(source, target.state.model, joined, is_same=is_same)
+    return _joined(source if is_same else source.of(0))
 
 
 def _region(value: Any) -> Region | None:
@@ -243,11 +249,16 @@ def emergency_merge_extra(root: Path, meta: Meta, target: LoadTarget) -> None:
     merged(_source(root, meta, target)[0].below("extra"), target)
 
 
-def _extra_of_rank(source: RankFiles, directory: Path, rank: int | None = None) -> dict[str, Any]:
-    """Return the extra state of the first file, or of a rank, then with all values that the rank has of its own."""
-    tree = _snapshot(source if rank is None else source.of(rank), directory)
-    is_apart = rank is not None and tree.get("sharded") is True and KEY in tree["extra"]
-    return with_record(tree, rank) if is_apart and rank is not None else tree["extra"]
+def _rank_extras(source: RankFiles, directory: Path) -> RankExtras:
+    """Return the extra state of all ranks; of files in pieces, with all values that each rank has of its own."""
+
+    def of_all() -> Iterator[tuple[int, Any]]:
+        for rank in source.ranks:
+            tree = _snapshot(source.of(rank), directory)
+            is_apart = tree.get("sharded") is True and KEY in tree["extra"]
+            yield rank, with_record(tree, rank) if is_apart else tree["extra"]
+
+    return RankExtras(_snapshot(source, directory)["extra"], source.world_size, of_all)
 
 
 def _source(root: Path, meta: Meta, target: LoadTarget) -> tuple[RankFiles, Path]:
@@ -261,8 +272,16 @@ def _source(root: Path, meta: Meta, target: LoadTarget) -> tuple[RankFiles, Path
     return source, directory
 
 
-def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module, merged: Collection[str]) -> None:
-    """Refuse the pieces of another number of ranks if joining them would lose what a rank held and nothing merges.
+def _refuse_values_of_a_rank(
+    source: RankFiles, module: torch.nn.Module, joined: Collection[str], *, is_same: bool
+) -> None:
+    """Refuse to join what ranks held under some names if that would lose what one of them held.
+
+    Args:
+        source: The files.
+        module: The live model, whose buffers may differ.
+        joined: The names.
+        is_same: Whether as many ranks load, so that each has its own groups.
 
     Raises:
         KindMismatch: Ranks hold other names, or different values under one name and at one place.
@@ -270,8 +289,13 @@ def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module, merged:
     parameters = {name for name, _ in live_parameters(module)}
     for part in ("model", "optimizer"):
         at = 0 if part == "model" else 1
+
+        def is_joined(path: TreePath, at: int = at) -> bool:
+            name = path[at] if len(path) > at else None
+            return name in joined if isinstance(name, str) else not is_same
+
         trees = (placed_leaves(source.tree(rank).get(part)) for rank in source.ranks)
-        held = [{path: v for path, v in tree if path[at : at + 1] == () or path[at] not in merged} for tree in trees]
+        held = [{path: value for path, value in tree if is_joined(path)} for tree in trees]
         stages = [source.tree(rank).get("stage") for rank in source.ranks]
         first: dict[Any, dict[TreePath, Any]] = {}
         for rank, stage, own in zip(source.ranks, stages, held, strict=True):
@@ -285,8 +309,8 @@ def _refuse_values_of_a_rank(source: RankFiles, module: torch.nn.Module, merged:
 
 
 def _joined(source: RankFiles) -> RankFiles:
-    """Return the files, of which the first has all names, each with the value of the first rank that has it."""
-    trees = [source.tree(rank) for rank in source.ranks]
+    """Return the files, of which the first has all names: its own, and of each other that of the first that has it."""
+    trees = [source.tree(), *map(source.tree, source.ranks)]
     values: dict[TreePath, Any] = {("model",): {}, ("optimizer",): None}
     groups: dict[Any, Any] = {}
     state: dict[Any, Any] = {}
@@ -296,7 +320,7 @@ def _joined(source: RankFiles) -> RankFiles:
             state |= optimizer.get("state") or {}
             groups |= in_stages(optimizer.get("param_groups"), tree.get("stage") or 0)
             values["optimizer",] = {"state": state, "param_groups": groups}
-    return source.of(0).replaced(values)
+    return source.replaced(values)
 
 
 def _versions(source: RankFiles, directory: Path) -> Versions | None:
@@ -318,8 +342,8 @@ def _first_other(values: Iterable[Any]) -> int | None:
 def _of_a_rank(what: str, rank: int, source: RankFiles) -> KindMismatch:
     return KindMismatch(
         f"The ranks of the emergency snapshot held values of their own ({what} between ranks {source.ranks[0]} and "
-        f"{rank}), so only {len(source.ranks)} ranks can load it.",
-        hint=f"Start with {len(source.ranks)} ranks.",
+        f"{rank}), so only {len(source.ranks)} ranks with the parameters that each had can load it.",
+        hint=f"Start with {len(source.ranks)} ranks, and build the model of each as it was.",
     )
 
 

@@ -21,6 +21,7 @@ import torch
 
 from ckptmirror.core.errors import IntegrityError, UnsafePickle, UsageError
 from ckptmirror.core.model import Kind
+from ckptmirror.core.per_rank import RankExtras
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.capture import HAS_OPTIMIZER
 from ckptmirror.formats.dcp_read import read_tree
@@ -149,7 +150,7 @@ def load_legacy(found: LegacyState, path: Path, target: LoadTarget, step: int) -
             state.model, found.model, versions=found.versions, rules=target.rules, say=target.left.say
         ),
         optimizer=optimizer if found.optimizers else None,
-        extra=lambda: extra,
+        extra=RankExtras(extra, target.world_size),
     )
     source = RankFiles({0: path}, 0, trees={0: {"step": step, **extra, HAS_OPTIMIZER: "optimizer" in parts.loaded}})
     rest = load_extra(source, replace(target, exclude=target.exclude | {"rng"}), step)

@@ -20,7 +20,7 @@ from ckptmirror.core.command_changes import Command, refuse_other_classes, refus
 from ckptmirror.core.containers import any_leaf, changed, takes_state
 from ckptmirror.core.errors import UsageError
 from ckptmirror.core.name_rules import ALL_NAMES
-from ckptmirror.core.per_rank import ValueTools, matching, own_for
+from ckptmirror.core.per_rank import RankExtras, ValueTools, matching, own_for
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.base import LoadReport, LoadTarget, Missing
 from ckptmirror.formats.command import KEY as COMMAND
@@ -41,7 +41,7 @@ def load_parts(
     *,
     model: Callable[[OwnValues], Callable[[], Mapping[str, torch.dtype]]],
     optimizer: Callable[[], Mapping[str, Any] | str] | None,
-    extra: Callable[..., Any],
+    extra: RankExtras,
 ) -> LoadReport:
     """Load what the target wants of model and optimizer, and report what the save lacks.
 
@@ -51,8 +51,7 @@ def load_parts(
             that loads it and returns the dtype of each tensor in the save.
         optimizer: Returns the saved optimizer, sharded like the live one, or why none is loaded; None if the save has
             none.
-        extra: Returns the extra state that is loaded after these, as this rank's file has it, or that of a rank that
-            is passed; None if there is none.
+        extra: The extra state that is loaded after these.
 
     Raises:
         IntegrityError: A file is missing, broken or hostile.
@@ -66,17 +65,18 @@ def load_parts(
     fill: Callable[[], Mapping[str, torch.dtype]] | None = None
     order: list[int] | None = None
     groups: tuple[Mapping[str, Any], ...] = ()
-    beside = extra()
-    own = own_for(target, beside, extra, OWN_VALUES)
+    beside = extra.first
+    own = own_for(target, extra, OWN_VALUES)
     live = live_values(state.model)
     new = {name: target.rules.renamed(name) for name in (own.names if own is not None else ())}
     at = match_names(new.values(), live)
     like = {name: live.get(at[there]) for name, there in new.items()}
-    here = {name for name in at.values() if name in live or not target.rules.may_lack([name])}
+    held = {*live, *target.elsewhere}
+    here = {name for name in at.values() if name in held or not target.rules.may_lack([name])}
     if "model" not in target.exclude:
         fill = model(lambda shared: own.values(shared, like) if own is not None else {})
     if own is not None:
-        is_renamed = any(name != there for name, there in new.items())
+        is_renamed = any(target.rules.renamed(name) != name for name in own.names_of_all)
         kept, wanted = ([name for name in names if not target.rules.leaves(name)] for names in (live, here))
         own.refuse_other_names(kept, wanted, is_renamed=is_renamed)
     command = beside.get(COMMAND) if isinstance(beside, Mapping) else None

@@ -73,15 +73,15 @@ def merged(source: RankFiles, target: LoadTarget) -> RankFiles:
 
 def _of_averages(source: RankFiles, target: LoadTarget) -> list[tuple[TreePath, Callable[..., Any], list[int]]]:
     """Return the places of the averages of what ranks had of their own, what merges that, and the ranks that had it."""
-    names = saved_names(source.tree()) if source.world_size != target.world_size else frozenset()
-    if not names or target.state.ema is None or "ema" in target.exclude:
+    if source.world_size == target.world_size or target.state.ema is None or "ema" in target.exclude:
         return []
-    if not all("ema" in source.tree(rank) for rank in source.ranks):
-        return []  # an earlier version saved those of rank 0 alone
     of_ranks = {rank: saved_names(source.tree(rank)) for rank in source.ranks}  # a stage has names of its own
+    names = frozenset[str]().union(*of_ranks.values())
+    if not all("ema" in source.tree(rank) for rank, own in of_ranks.items() if own):
+        return []  # an earlier version saved those of rank 0 alone
     of_all = live_values(target.state.model)
     found = []
-    for path, _ in placed_leaves(source.tree()["ema"]):
+    for path, _ in placed_leaves(source.tree().get("ema")) if names else ():
         name = name_of_average(path, names, of_all)
         if name and (function := function_for(target.state.per_rank, name)) is not None:
             found.append((path, function, [rank for rank in source.ranks if name in of_ranks[rank]]))

@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from ckptmirror.formats.names import live_values
 from ckptmirror.formats.optimizer_state import owners_of
 from ckptmirror.formats.rank_files import RankFiles, named_file, rank_files
 from ckptmirror.formats.shards import cut
-from ckptmirror.formats.sidecars import extra_tree
-from ckptmirror.formats.stages import check_renames, elsewhere_in, join_groups
+from ckptmirror.formats.sidecars import rank_extras
+from ckptmirror.formats.stages import check_patterns, elsewhere_in, join_groups
 from ckptmirror.formats.versions import attached, plain_model, versions_in
 from ckptmirror.formats.weights_only_values import as_torch_has_it, decode
 from ckptmirror.untrusted.tensor_files import check_regular, load_pt
@@ -89,7 +88,7 @@ class ModelFormat:
         def model(own: OwnValues) -> Callable[[], Mapping[str, torch.dtype]]:
             saved, versions = plain_model(load_pt(named_file(root, meta.paths, name.model), mmap=True), name.model)
             values = {key: decode(value) for key, value in saved.items()}
-            check_renames(values, live_values(module), target.elsewhere, target.rules)
+            check_patterns(values, live_values(module), target.elsewhere, target.rules)
             return plan_model(
                 module,
                 {**values, **own(values)},
@@ -103,7 +102,7 @@ class ModelFormat:
             target,
             model=model,
             optimizer=(lambda: full_optimizer(files, target)) if files is not None else None,
-            extra=partial(extra_tree, root, meta, target),
+            extra=rank_extras(root, meta, target),
         )
 
 

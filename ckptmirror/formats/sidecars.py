@@ -51,6 +51,7 @@ __all__ = [
     "load_extra",
     "load_sidecars",
     "merge_extra",
+    "rank_extras",
     "ranks_read",
     "tensor_list",
     "write_sidecars",
@@ -186,10 +187,20 @@ def _may_need_others(tree: Any) -> bool:
     return not isinstance(tree, dict) or bool(tree.get(ALIASES)) or any_leaf(tree, lambda leaf: isinstance(leaf, Piece))
 
 
-def extra_tree(root: Path, meta: Meta, target: LoadTarget, rank: int | None = None) -> Any:
-    """Return what :func:`load_sidecars` loads from first, or that of a rank; None if the save has no extra state."""
+def extra_tree(root: Path, meta: Meta, target: LoadTarget) -> Any:
+    """Return what :func:`load_sidecars` loads from first; None if the save has no extra state."""
     source = _extra_files(root, meta, target)
-    return source.tree(rank) if source is not None else None
+    return source.tree() if source is not None else None
+
+
+def rank_extras(root: Path, meta: Meta, target: LoadTarget) -> per_rank.RankExtras:
+    """Return what the files of all ranks have, as far as it is read."""
+    source = _extra_files(root, meta, target)
+    if source is None:
+        return per_rank.RankExtras(None, meta.world_size)
+    return per_rank.RankExtras(
+        source.tree(), meta.world_size, lambda: ((rank, source.tree(rank)) for rank in source.ranks)
+    )
 
 
 def merge_extra(root: Path, meta: Meta, target: LoadTarget) -> None:

@@ -17,7 +17,7 @@ from ckptmirror.core.name_rules import ALL_NAMES, NameRules
 from ckptmirror.formats.already_filled import same
 from ckptmirror.formats.names import match_names
 
-__all__ = ["by_stage", "check_renames", "elsewhere_in", "in_stages", "join_groups"]
+__all__ = ["by_stage", "check_patterns", "elsewhere_in", "in_stages", "join_groups"]
 
 _STAGE = re.compile(r"pp(\d{1,9})")
 
@@ -78,8 +78,8 @@ def elsewhere_in(
     return lambda name: matched.get(rules.renamed(name)) in elsewhere
 
 
-def check_renames(saved: Collection[str], live: Iterable[str], elsewhere: frozenset[str], rules: NameRules) -> None:
-    """Check the patterns of ``rename`` with the names of all stages; without other stages :meth:`NameRules.pair` does.
+def check_patterns(saved: Collection[str], live: Iterable[str], elsewhere: frozenset[str], rules: NameRules) -> None:
+    """Check patterns of names with those of all stages; without other stages :meth:`NameRules.pair` does it.
 
     The arguments are those of :func:`elsewhere_in`.
 
@@ -90,7 +90,8 @@ def check_renames(saved: Collection[str], live: Iterable[str], elsewhere: frozen
         return
     names = [*live, *elsewhere]
     there = {*match_names(map(rules.renamed, saved), names).values()}
-    rules.check_renames(saved, [name for name in names if name not in there and not rules.leaves(name)])
+    missing = [name for name in names if name not in there and not rules.leaves(name)]
+    rules.check_patterns(saved, {*there, *names}, missing)
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

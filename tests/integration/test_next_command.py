@@ -42,20 +42,23 @@ def named_commands() -> dict[str, str]:
     return found
 
 
-def test_there_are_hints_to_look_at():
-    assert len(named_commands()) > 20
-
-
-@pytest.mark.parametrize(("command", "where"), named_commands().items(), ids=list(named_commands()))
-def test_a_command_that_a_text_names_is_accepted_by_the_command_line(command: str, where: str):
+def is_accepted(command: str) -> bool:
+    """Whether there is such a verb, and it takes these options and no more places."""
     words = [STAND_INS.get(word, word) for word in shlex.split(filled(command))]
     verb = program.get_command(click.Context(program), words[1])
-    assert verb is not None, where
+    if verb is None:
+        return False
     rest = [word for word in words[2:] if word not in ("…", "--help")]
     with verb.make_context(words[1], rest, resilient_parsing=True) as context:
-        assert not context.args, where
+        left = list(context.args)
     known = {name for parameter in verb.params for name in parameter.opts} | {"--help"}
-    assert {word for word in words if word.startswith("--")} <= known, where
+    return not left and {word for word in words if word.startswith("--")} <= known
+
+
+def test_a_command_that_a_text_names_is_accepted_by_the_command_line():
+    named = named_commands()
+    assert len(named) > 20
+    assert {command: where for command, where in named.items() if not is_accepted(command)} == {}
 
 
 ERRORS = [getattr(errors, name) for name in errors.__all__]

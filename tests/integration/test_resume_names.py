@@ -525,11 +525,9 @@ def across(rank: int, root: str, names: tuple[str, str], wishes: dict[str, Any])
     return [float(module.weight) for module in model.values()]
 
 
-def test_a_snapshot_takes_a_rename_across_stages_and_refuses_a_pattern_that_fits_nothing(tmp_path: Path) -> None:
+def test_a_snapshot_takes_a_rename_across_stages(tmp_path: Path) -> None:
     first = run_ranks(2, across, str(tmp_path), ("ab", "cd"), {})
     assert first == [[1.0, 2.0], [11.0, 12.0]]
-    for error in run_ranks(2, across, str(tmp_path), ("ab", "cd"), {"rename": {"x.*": "n.*"}}):
-        assert "rename holds 'x.*', and the save has no tensor of that name" in error
     for error in run_ranks(2, across, str(tmp_path), ("ab", "cd"), {"rename": {"a.*": "c.*"}, "strict": False}):
         assert "rename makes one name of" in error
     swapped = {"rename": {"a.*": "c.*", "c.*": "a.*"}}

@@ -127,24 +127,20 @@ def test_stages_are_resumed_by_any_split_under_other_names(tmp_path: Path) -> No
         check(job, job.run(), step, kind)
 
 
-def rename_what_is_not_there(rank: int, base: Path, kind: str) -> list[str]:
+def rename_what_is_not_there(rank: int, base: Path) -> list[str]:
     state = build(TWO[rank])
     with CheckpointManager(base / "root", kinds=("dcp",), pp_rank=rank, timeout_s=WAIT_S) as manager:
         manager.resume(state)
         train(state, 1)
-        if kind == "dcp":
-            manager.save(1, state).wait()
-        else:
-            manager.save_emergency_checkpoint(1, state)
+        manager.save(1, state).wait()
         return [
             outcome(lambda: manager.resume(state, rename={"layrs.*": "bloks.*"}, strict=strict))[1]  # noqa: B023
             for strict in (True, False)
         ]
 
 
-@pytest.mark.parametrize("kind", ["dcp", "emergency"])
-def test_a_rename_that_fits_no_stage_is_refused_on_each(kind: str, tmp_path: Path) -> None:
-    for raised in run_ranks(2, rename_what_is_not_there, tmp_path, kind):
+def test_a_rename_that_fits_no_stage_is_refused_on_each(tmp_path: Path) -> None:
+    for raised in run_ranks(2, rename_what_is_not_there, tmp_path):
         for why in raised:
             assert "rename holds 'layrs.*', and the save has no tensor of that name" in why
 

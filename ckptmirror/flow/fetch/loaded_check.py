@@ -145,9 +145,17 @@ def check_loaded(
             if ranks.rank != 0:
                 return (), 0, ()
             names = {name for open_here, _ in sent.values() for name in open_here}
-            of_all = ([piece for piece in of_one if not piece.per_rank] for of_one in read(lists.values()))
-            whole = compare_whole([pieces for _, pieces in sent.values()], of_all, names)
-            differ = _not_migrated(root, meta, kind, state, ranks, whole.differ)[:_NAMED]
+            of_others: set[str] = set()  # a rank has what others had of their own, as after another split into stages
+
+            def of_all() -> Iterator[list[Summed]]:
+                for of_one in read(lists.values()):
+                    if ranks.world_size == meta.world_size:  # else it was merged
+                        of_others.update(piece.name for piece in of_one if piece.per_rank and piece.name in names)
+                    yield [piece for piece in of_one if not piece.per_rank]
+
+            whole = compare_whole([pieces for _, pieces in sent.values()], of_all(), names)
+            wrong = (*whole.differ, *sorted(of_others.difference(whole.differ)))
+            differ = _not_migrated(root, meta, kind, state, ranks, wrong)[:_NAMED]
             lacks_lists = bool(lists) and len(lists) < meta.world_size
             return differ, len(whole.cut_otherwise) if lacks_lists else 0, tuple(unread)
 

@@ -42,10 +42,10 @@ def target(
     )
 
 
-def own_for(target: Any, extra: Any, of: Any = None) -> per_rank.Own | None:
-    return per_rank.own_for(
-        target, extra, of, per_rank.ValueTools(lambda value: value, lambda one, other: one == other)
-    )
+def own_for(target: Any, *of_ranks: Any, world_size: int = 2) -> per_rank.Own | None:
+    """What a rank has of its own of a save whose files have these, the first the one that it reads first."""
+    saved = per_rank.RankExtras(of_ranks[0], world_size, lambda: enumerate(of_ranks))
+    return per_rank.own_for(target, saved, per_rank.ValueTools(lambda value: value, lambda one, other: one == other))
 
 
 def own_of(rank: int, *, is_here: bool) -> per_rank.Own:
@@ -168,7 +168,7 @@ LIVE = {name: Array(9, 9) for name in NAMES[1:3]}
 
 def merged_of(merge: per_rank.Merge, rank: int = 2, world_size: int = 3, *, count: float = 3.0) -> per_rank.Own:
     of = records(count=count)
-    found = own_for(target(rank, world_size, declared={"experts.*": merge}), of[0], of.__getitem__)
+    found = own_for(target(rank, world_size, declared={"experts.*": merge}), *of)
     assert found is not None
     return found
 
@@ -244,15 +244,28 @@ def test_moments_take_the_shape_that_the_parameter_has_here() -> None:
 def test_names_without_a_function_are_refused(declared: per_rank.PerRank, lacks: str) -> None:
     of = records()
     with pytest.raises(UsageError, match=rf"of its own of {lacks} \(per_rank\)"):
-        own_for(target(0, 3, declared=declared), of[0], of.__getitem__)
-    assert own_for(target(0, 2, declared=declared), of[0], of.__getitem__) is not None
+        own_for(target(0, 3, declared=declared), *of)
+    assert own_for(target(0, 2, declared=declared), *of) is not None
 
 
-def test_the_record_of_every_rank_is_needed_to_merge() -> None:
+def test_each_record_has_to_be_that_of_its_rank() -> None:
     of = records()
-    for broken in ([of[0], {}], [of[0], of[0]], [of[1], of[0]]):
+    for broken in ([of[0], of[0]], [of[1], of[0]], [{}, of[0]]):
         with pytest.raises(IntegrityError, match="do not have what each rank had"):
-            own_for(target(0, 3, declared={"*": lambda values, *_: values[0]}), of[0], broken.__getitem__)
+            own_for(target(0, 3, declared={"*": lambda values, *_: values[0]}), *broken)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_only_the_ranks_of_one_stage_had_of_their_own_is_merged_or_refused(rank: int) -> None:
+    """The file that a rank reads first may be that of another stage, which says nothing of them."""
+    of = [{}, {}, *records(4)[2:]]
+    with pytest.raises(UsageError, match=r"of its own of experts\.\* \(per_rank\), and it had 4 ranks: 3 ranks"):
+        own_for(target(rank, 3), *of, world_size=4)
+    own = own_for(target(rank, 3, declared={"*": lambda values, *_: values[0]}), *of, world_size=4)
+    assert own is not None
+    assert own.names == {NAMES[1], NAMES[2]}
+    assert own.values(OF_KIND, LIVE)[NAMES[1]].values == (2, 3)
+    assert own_for(target(rank, 4), *of, world_size=4) is None
 
 
 @pytest.mark.parametrize("given", ["experts.*", 3, {"experts.*": "mean"}, {3: None}, [3]])

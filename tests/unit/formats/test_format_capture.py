@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,22 +147,23 @@ def _compiled(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(
-    "model",
+    "built",
     [
-        _compiled(nn.Linear(2, 2)),
-        nn.Sequential(_compiled(nn.Linear(2, 2))),
-        _compiled(checkpoint_wrapper(nn.Linear(2, 2))),
-        checkpoint_wrapper(_compiled(nn.Linear(2, 2))),
-        checkpoint_wrapper(nn.Sequential(_compiled(nn.Linear(2, 2)))),
-        _compiled(nn.Sequential(checkpoint_wrapper(_compiled(nn.Linear(2, 2))))),
-        _Holds("_orig_mod"),
-        _Holds("module"),
-        _compiled(_Holds("module")),
-        nn.DataParallel(nn.Linear(2, 2)),
+        lambda: _compiled(nn.Linear(2, 2)),
+        lambda: nn.Sequential(_compiled(nn.Linear(2, 2))),
+        lambda: _compiled(checkpoint_wrapper(nn.Linear(2, 2))),
+        lambda: checkpoint_wrapper(_compiled(nn.Linear(2, 2))),
+        lambda: checkpoint_wrapper(nn.Sequential(_compiled(nn.Linear(2, 2)))),
+        lambda: _compiled(nn.Sequential(checkpoint_wrapper(_compiled(nn.Linear(2, 2))))),
+        lambda: _Holds("_orig_mod"),
+        lambda: _Holds("module"),
+        lambda: _compiled(_Holds("module")),
+        lambda: nn.DataParallel(nn.Linear(2, 2)),
     ],
     ids=range(10),
 )
-def test_a_parameter_has_the_name_of_its_value_however_it_is_wrapped(model: nn.Module) -> None:
+def test_a_parameter_has_the_name_of_its_value_however_it_is_wrapped(built: Callable[[], nn.Module]) -> None:
+    model = built()
     values = live_values(model)
     parameters = dict(live_parameters(model))
     assert parameters.keys() == values.keys()
