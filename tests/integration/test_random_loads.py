@@ -141,6 +141,8 @@ def a_case(chance: random.Random, then: Model, stage_of: tuple[int, ...]) -> Cas
         at = chance.randrange(len(names))
         names = [of_stage.replace(chosen[0], "") + "n" * (number == at) for number, of_stage in enumerate(names)]
     own = [rename.get(name, name) for name in then.own]
+    if not any(stage_of):  # without stages
+        names = ["".join(names)]
     at, change, exclude = chance.randrange(len(names)), chance.choice(["", "adds", "takes", "leaves"]), ""
     if change == "adds":
         names[at] += "z"
@@ -153,14 +155,14 @@ def a_case(chance: random.Random, then: Model, stage_of: tuple[int, ...]) -> Cas
         exclude = chance.choice("".join(names))
     own = [name for name in own if name in "".join(names)]
     now = Model(stage_of, tuple(names), "".join(own), "".join(own) if chance.random() < 0.5 else "")
-    kinds = ["dcp", "model", "emergency"] if len(names) == 1 else ["dcp", "emergency"]
+    kinds = ["dcp", "model", "emergency"] if len(then.names) == 1 else ["dcp", "emergency"]
     return Case(now, chance.choice(kinds), rename, exclude, strict=chance.random() < 0.5)
 
 
 def a_job_for(chance: random.Random, then: Model) -> tuple[int, ...]:
     if len(then.names) == 1:
         return (0,) * chance.choice([len(then.stage_of), 1, 2, 3])
-    return then.stage_of if chance.random() < 0.6 else chance.choice(SPLITS)
+    return then.stage_of if chance.random() < 0.6 else chance.choice([*SPLITS, (0, 0, 0, 0), (0, 0)])
 
 
 def mean(values: list[Any], rank: int, _world_size: int) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from ckptmirror import CheckpointManager, Retention, TrainState
 from ckptmirror.core import names
 from ckptmirror.core.errors import DeadlinePassed, RefusedOnlyCopy
+from ckptmirror.core.model import Meta
 from ckptmirror.flow.drain import drain
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror
@@ -26,6 +29,14 @@ pytestmark = pytest.mark.long
 
 def steps_on(root: Path) -> list[int]:
     return sorted(meta.step for meta in local_catalog(root).parts.values())
+
+
+def mirror_saves(url: str) -> list[Meta]:
+    store = open_store(url)
+    try:
+        return [*mirror_catalog(Mirror(url, True, store)).saves.values()]
+    finally:
+        store.close()
 
 
 def save_steps(rank: int, base: Path, steps: tuple[int, ...], mirrors: tuple[str, ...], keep: int, upload: bool) -> int:
@@ -133,12 +144,42 @@ def test_i1_a_part_goes_only_once_it_is_on_a_mirror_that_waits_for_a_node_which_
         drain(tmp_path / "b", timeout_s=ALONE_S)
         assert len(list((tmp_path / "added" / "parts").iterdir())) == 1
     assert run_ranks(2, go_on, tmp_path, "ab", (4,), ("mirror", "added"), 9) == ["", ""]
-    store = open_store(f"file://{tmp_path}/added")
-    try:
-        there = mirror_catalog(Mirror(f"file://{tmp_path}/added", True, store)).saves.values()
-        assert 1 in {meta.step for meta in there}
-    finally:
-        store.close()
+    assert 1 in {meta.step for meta in mirror_saves(f"file://{tmp_path}/added")}
+
+
+def save_and_die(rank: int, base: Path) -> None:
+    """Step 1 is on both mirrors; nothing of step 2, which is committed, as both are away."""
+    urls = [f"file://{base}/{name}/run" for name in ("mirror", "other")]
+    manager = CheckpointManager(base / "ab"[rank], urls, kinds=("dcp",), timeout_s=WAIT_S)
+    state = built("ddp")
+    manager.resume(state)
+    train(state, rank, 1)
+    manager.save(1, state).wait("mirrored", timeout_s=WAIT_S)
+    manager.ranks.exchange(None, what="are both done")
+    if rank == 0:
+        for name in ("mirror", "other"):
+            (base / name).rename(base / f"{name} is away")
+    manager.ranks.exchange(None, what="are they away")
+    train(state, rank, 2)
+    manager.save(2, state).wait("committed")
+    manager.ranks.exchange(None, what="are both done")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_mirror_without_the_part_of_a_lost_node_is_not_waited_for_once_the_other_has_the_save_whole(
+    tmp_path: Path,
+) -> None:
+    for name in ("mirror", "other"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, save_and_die, tmp_path, dead=(0, 1), limit_s=3 * WAIT_S)
+    (tmp_path / "mirror is away").rename(tmp_path / "mirror")
+    assert drain(tmp_path / "b", only=[f"file://{tmp_path}/mirror/run"], timeout_s=ALONE_S).awaited
+    (tmp_path / "other is away").rename(tmp_path / "other")
+    shutil.rmtree(tmp_path / "b")
+    assert run_ranks(2, go_on, tmp_path, "ac", (3, 4), ("mirror/run", "other/run"), 1, limit_s=3 * WAIT_S) == ["", ""]
+    assert steps_on(tmp_path / "a") == [4]
+    for name, steps in (("mirror", [1, 2, 3, 4]), ("other", [1, 3, 4])):
+        assert sorted(meta.step for meta in mirror_saves(f"file://{tmp_path}/{name}/run")) == steps
 
 
 @pytest.mark.parametrize("steps", [(1, 2), (2,)])

@@ -110,16 +110,22 @@ class Torn:
             required mirror, nobody continues from these any more.
         cannot_be_on: Mirrors where one cannot become whole any more. A required mirror has it; these were added since,
             or lost it. Or it is on the lineage, and these have a later save of that, or the one that replaced it.
+        once_whole: The same of those that wait for this job alone: mirrors without the rest, where one cannot become
+            whole any more once a required mirror, which has the rest, has it whole.
     """
 
     all: frozenset[str] = frozenset()
     behind: frozenset[str] = frozenset()
     cannot_be_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    once_whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def without(self, save_id: str) -> Torn:
         """Return the same without a save that has been brought whole in the place of its part since."""
-        others = {one: mirrors for one, mirrors in self.cannot_be_on.items() if one != save_id}
-        return Torn(self.all - {save_id}, self.behind - {save_id}, others)
+        cannot_be_on, once_whole = (
+            {one: mirrors for one, mirrors in found.items() if one != save_id}
+            for found in (self.cannot_be_on, self.once_whole)
+        )
+        return Torn(self.all - {save_id}, self.behind - {save_id}, cannot_be_on, once_whole)
 
 
 def torn(evidence: Evidence, attempt: Attempt) -> Torn:
@@ -141,6 +147,7 @@ def torn(evidence: Evidence, attempt: Attempt) -> Torn:
         frozenset(part.save.save_id for part in evidence.disk.parts) - whole - ours,
         frozenset(one.save_id for one in nowhere if standing[one.save_id] == "superseded"),
         _cannot_be_on(evidence, [*counted.saves, *nowhere], known.values(), counting),
+        {save_id: places for save_id in ours if (places := _without_rest(evidence, alone[save_id]))},
     )
 
 
@@ -150,6 +157,13 @@ def _waits_for_disks_alone(evidence: Evidence, parts: Sequence[Part]) -> bool:
     rows = [row for row in evidence.mirrors() if row.answers and row.required]
     waiting = [row for row in rows if all(one.save_id != save_id for one in row.problems)]
     return not _is_snapshot(parts) and any(not _lacks_share(parts, row.parts_here) for row in waiting)
+
+
+def _without_rest(evidence: Evidence, parts: Sequence[Part]) -> tuple[str, ...]:
+    """Return the mirrors that lack a part of a save which no disk of this job has, and do not have it whole."""
+    save_id = parts[0].save.save_id
+    rows = [row for row in evidence.mirrors() if row.answers and _lacks_share(parts, row.parts_here)]
+    return tuple(row.place for row in rows if all(copy.save.save_id != save_id for copy in row.copies))
 
 
 def _cannot_be_on(
@@ -162,13 +176,14 @@ def _cannot_be_on(
     standing = lineage(known, [*saves, *of_parts], counting).standing_by_save()
     for save_id, parts in alone.items():
         has_it = [row for row in rows if any(copy.save.save_id == save_id for copy in row.copies)]
+        lack_it = _without_rest(evidence, parts)
         first = parts[0].save.step + (standing[save_id] == "current")  # of what makes up for it
         later = {one.save_id for one in saves if one.step >= first and standing[one.save_id] == "current"}
         later = later if standing[save_id] in ("current", "replaced") else set()
         found[save_id] = tuple(
             row.place
             for row in rows
-            if row not in has_it and _lacks_share(parts, row.parts_here)
+            if row.place in lack_it
             if any(one.required for one in has_it) or any(copy.save.save_id in later for copy in row.copies)
         )
     return {save_id: places for save_id, places in found.items() if places and not _is_snapshot(alone[save_id])}

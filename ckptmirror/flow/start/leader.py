@@ -36,7 +36,7 @@ from ckptmirror.core.errors import (
     NoTable,
     Temporary,
 )
-from ckptmirror.core.lifecycle import SETTLED
+from ckptmirror.core.lifecycle import SETTLED, RecordState
 from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.disks import Torn
@@ -136,6 +136,7 @@ class Node:
         self._torn: frozenset[str] = frozenset()
         self._behind: frozenset[str] = frozenset()
         self._cannot_be_on: Mapping[str, tuple[str, ...]] = {}
+        self._once_whole: Mapping[str, tuple[str, ...]] = {}
         self._abandoned: frozenset[str] = frozenset()
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
@@ -206,7 +207,8 @@ class Node:
         """
         self.claim = claim
         self._signs = set()
-        self._torn, self._behind, self._cannot_be_on = torn.all, torn.behind, torn.cannot_be_on
+        self._torn, self._behind = torn.all, torn.behind
+        self._cannot_be_on, self._once_whole = torn.cannot_be_on, torn.once_whole
         self._abandoned = frozenset(abandoned or ())
         for save_id, reason in (abandoned or {}).items():
             if self.table.skip(save_id, reason):
@@ -498,7 +500,7 @@ class Node:
 
     def _rotate_by_policy(self) -> None:
         rotates = self.retention.keep_last is not None
-        if (rotates or self._behind or self._cannot_be_on) and self._is_newest():
+        if (rotates or self._behind or self._cannot_be_on or self._once_whole) and self._is_newest():
             if rotates:
                 self.rotate()
             else:
@@ -557,14 +559,24 @@ class Node:
             workers.wait_until_verified(lambda: is_stopped() or not self._behind, min(limit_s, 2 * _BEHIND_WAIT_S))
 
     def _has_sent_what_is_behind(self) -> bool:
-        places = {**dict.fromkeys(self._behind, tuple(self._counting())), **self._cannot_be_on}
+        places = {**dict.fromkeys(self._behind, tuple(self._counting())), **self._cannot_become_whole()}
         return all(self._only_waits_for_nodes(save_id, urls) for save_id, urls in places.items())
 
     def _can_be_left_off(self) -> list[tuple[str, str]]:
         """Return the saves, and the mirrors to leave them off by now: no commit says so, to wake the rotation."""
-        pairs = [(save_id, url) for save_id, urls in self._cannot_be_on.items() for url in urls]
+        pairs = [(save_id, url) for save_id, urls in self._cannot_become_whole().items() for url in urls]
         open_there = [(save_id, url) for save_id, url in pairs if self._unsettled(save_id, {url})]
         return [(save_id, url) for save_id, url in open_there if self._only_waits_for_nodes(save_id, {url})]
+
+    def _cannot_become_whole(self) -> dict[str, tuple[str, ...]]:
+        """Return the mirrors where a save cannot become whole by now, by its id."""
+        required = {spec.url for spec in self.specs if spec.required}
+        found = dict(self._cannot_be_on)
+        for save_id, urls in self._once_whole.items():
+            there = [one for one in self.table.records(save_id=save_id) if one.mirror in required.difference(urls)]
+            if there and {one.state for one in there} == {RecordState.VERIFIED}:
+                found[save_id] = urls
+        return found
 
     def _only_waits_for_nodes(self, save_id: str, mirrors: Collection[str]) -> bool:
         """Whether each mirror has this node's part: if the other disk comes back, it makes the save whole there."""

@@ -347,3 +347,19 @@ def test_a_save_of_the_lineage_of_which_a_mirror_has_the_rest_is_waited_for() ->
     for mirror, parent, all_torn in cases:
         attempt = Attempt("next", 9, ref(parent) if parent is not None else None, root="now")
         assert torn(Evidence((here, mirror, anywhere), "now"), attempt).all == all_torn
+
+
+def test_another_mirror_waits_for_the_rest_of_it_only_until_the_one_that_has_the_rest_has_it_whole() -> None:
+    here = one_disk([disk(part(ONE, 0)), disk()])
+    there = replace(place(BOTH[0], [A], []), parts_here=((ONE.save_id[:8], 1),))
+    anywhere = Row(ANYWHERE, "anywhere", copies=(Copy(ONE, Origin.REMOTE),))
+    for other, once_whole in (
+        (place(BOTH[1], [A]), {ONE.save_id: (BOTH[1],)}),
+        (replace(place(BOTH[1], [A]), parts_here=there.parts_here), {}),
+        (replace(place(BOTH[1], [A]), reach=Reach.SILENT), {}),
+    ):
+        for parent, expected in ((ONE, once_whole), (None, {})):
+            attempt = Attempt("next", 9, ref(parent) if parent is not None else None, root="now")
+            found = torn(Evidence((here, there, other, anywhere), "now"), attempt)
+            assert (found.once_whole, found.cannot_be_on) == (expected, {})
+            assert found.without(ONE.save_id).once_whole == {}
