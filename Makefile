@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## Train, kill, resume, rotate, lose the disk, stage, lose a node: the whole story, here or with MIRROR=gs://bucket/prefix
 	$(BIN)/ckptmirror demo $(if $(MIRROR),--mirror '$(MIRROR)')
 
-# In WORKERS processes, which often wait for others; the unit tests, whose files are short, come last and fill them evenly.
+# In WORKERS processes, which often wait for others; files of long tests come first, so that short ones fill the end evenly.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 test: setup  ## Run the tests of minutes: unit, contract, slices of simulation and crash, each verb end to end

@@ -26,6 +26,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _SEED = "ckptmirror/campaign-seed"
+_LONGEST = ("tests/unit/core/start/", "tests/simulation/", "tests/integration/test_wheel.py", "tests/nodes/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,6 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     seed = os.environ.setdefault("CKPTMIRROR_CAMPAIGN_SEED", seed or str(random.SystemRandom().randrange(1_000_000)))
     if cache is not None and not hasattr(config, "workerinput"):
         cache.set(_SEED, seed)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that at the end no process is busy alone."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -357,6 +357,7 @@ def test_verbose_is_taken_after_the_verb_and_shows_the_traceback_of_an_error(tmp
 # -- DIR and URL in place of options ------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_directory_or_a_url_may_stand_where_an_option_would(tmp_path: Path):
     root, url, _ = make_mirrored(tmp_path, 100, 200, kinds=("model",))
     env = {"CKPTMIRROR_ROOT": "/nowhere", "CKPTMIRROR_MIRROR": "file:///nowhere"}

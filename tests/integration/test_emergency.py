@@ -187,6 +187,7 @@ def test_a_stopped_run_ends_in_order_with_uploads_pending(tmp_path: Path) -> Non
     assert status["pending"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_local_commit_within_grace_budget(tmp_path: Path) -> None:
     """SIGTERM to one of two ranks of a real job: both stop at the same step, durable, before the launcher kills.

@@ -147,7 +147,7 @@ def _generation(place: MirroredRoot, name: str) -> int:
     return there.generation
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_part_that_is_damaged_on_the_mirror_waits_for_its_node_which_says_what_to_delete(
     node: int, place: MirroredRoot, tmp_path: Path
 ) -> None:
@@ -206,7 +206,7 @@ def test_what_a_later_version_wrote_is_left_to_that_version(what: str, place: Mi
     assert len(list((tmp_path / "mirror").glob("meta_*"))) == (what != "a part")
 
 
-@pytest.mark.parametrize("lost", ["part", "file"])
+@pytest.mark.parametrize("lost", ["part", pytest.param("file", marks=pytest.mark.long)])
 def test_i1_a_part_of_a_save_that_is_left_off_a_mirror_goes_only_while_that_mirror_has_it(
     lost: str, place: MirroredRoot
 ) -> None:

@@ -232,8 +232,10 @@ def load_shards(rank: int, base: Path, url: str, nodes: str, exclude: tuple[str,
     return [value.to_local().detach() for value in state.model.parameters()]
 
 
-@pytest.mark.parametrize("nodes", ["a", "ab"])
-@pytest.mark.parametrize(("exclude", "wanted_mib"), [((), 48), (("optimizer",), 16)])
+@pytest.mark.parametrize("nodes", [pytest.param("a", marks=pytest.mark.long), "ab"])
+@pytest.mark.parametrize(
+    ("exclude", "wanted_mib"), [pytest.param((), 48, marks=pytest.mark.long), (("optimizer",), 16)]
+)
 def test_each_node_fetches_the_shards_of_its_ranks_alone(
     exclude: tuple[str, ...], wanted_mib: int, nodes: str, server: GcsServerProcess, tmp_path: Path
 ) -> None:

@@ -84,7 +84,9 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("ranks", SIZES)
-@pytest.mark.parametrize("wrapped", WRAPPED)
+@pytest.mark.parametrize(
+    "wrapped", [pytest.param(one, marks=pytest.mark.long if one == "ddp" else ()) for one in WRAPPED]
+)
 def test_any_number_of_ranks_loads_what_any_number_saved(jobs: Jobs, wrapped: str, ranks: int, size: int) -> None:
     held, after = jobs.had(wrapped, ranks), jobs.found(wrapped, size)
     for saved in (*saves(wrapped, ranks), *killed(wrapped, ranks)):

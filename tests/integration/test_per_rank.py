@@ -32,7 +32,14 @@ class Job:
         self.others: list[dict[str, Any]] = run_ranks(5 - ranks, others, str(base), kinds)
 
 
-@pytest.fixture(scope="module", params=[(2, ("dcp",)), (3, ("model",)), (3, ("dcp", "model"))], ids=str)
+JOBS = [
+    pytest.param((2, ("dcp",)), marks=pytest.mark.long),
+    pytest.param((3, ("model",)), marks=pytest.mark.long),
+    (3, ("dcp", "model")),
+]
+
+
+@pytest.fixture(scope="module", params=JOBS, ids=str)
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(tmp_path_factory.mktemp("ranks"), *request.param)
 

@@ -151,7 +151,7 @@ def test_a_damaged_local_file_comes_back_from_a_mirror_by_the_command_that_is_na
     assert verify(Target(root), deep=True).outcome == "whole"
 
 
-@pytest.mark.parametrize("name", ["model_000100.pt", "meta_000100.json"])
+@pytest.mark.parametrize("name", ["model_000100.pt", pytest.param("meta_000100.json", marks=pytest.mark.long)])
 def test_what_is_damaged_on_a_mirror_and_rotated_here_is_staged_from_another_mirror_and_sent_again(
     name: str, tmp_path: Path
 ) -> None:

@@ -104,7 +104,8 @@ def zeros_written(patch: pytest.MonkeyPatch, kind: str) -> None:
     patch.setattr("ckptmirror.formats.model.write_pt", writes)
 
 
-@pytest.mark.parametrize("kind", ["dcp", pytest.param("model", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dcp", "model"])
 def test_a_tensor_that_was_written_wrong_is_named_though_every_checksum_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

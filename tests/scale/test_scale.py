@@ -18,6 +18,8 @@ from tests.scale.job import Job, Shape
 from tests.scale.measure import Measured, measure
 from tests.scale.service import Asked
 
+pytestmark = pytest.mark.long
+
 _NODES = (4, 16)
 _SMALL = 1 << 20
 _MORE = 1.35  # what chance may add: how often a node looks whether another is ready. A square would be 4 times as much
@@ -68,6 +70,7 @@ def test_the_requests_of_a_start_grow_with_the_nodes(measured: list[Measured]) -
         assert_linear(few.brought.artifact_bytes, many.brought.artifact_bytes)
 
 
+@pytest.mark.short
 def test_the_work_of_the_choice_grows_with_the_nodes(tmp_path: Path) -> None:
     calls = []
     for nodes in _NODES:
