@@ -15,7 +15,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,7 +236,7 @@ def _pieces(source: RankFiles, directory: Path, target: LoadTarget) -> RankFiles
     for tree in trees:  # of these, each rank has its own, or what load_parts merges
         joined -= saved_names(tree["extra"])
     _refuse_values_of_a_rank(source, target.state.model, joined, is_same=is_same)
-    return _joined(source if is_same else source.of(0))
+    return _joined(source, own) if is_same else _joined(source.of(0), ())
 
 
 def _region(value: Any) -> Region | None:
@@ -308,8 +308,11 @@ def _refuse_values_of_a_rank(
                 raise _of_a_rank(f"{part}.{'.'.join(map(str, path))} differs", source.ranks[differs], source)
 
 
-def _joined(source: RankFiles) -> RankFiles:
-    """Return the files, of which the first has all names: its own, and of each other that of the first that has it."""
+def _joined(source: RankFiles, own: Container[str]) -> RankFiles:
+    """Return the files, of which the first has all names: its own, and of each other that of the first that has it.
+
+    Of the names ``own``, it has no state of an optimizer but its own.
+    """
     trees = [source.tree(), *map(source.tree, source.ranks)]
     values: dict[TreePath, Any] = {("model",): {}, ("optimizer",): None}
     groups: dict[Any, Any] = {}
@@ -317,7 +320,8 @@ def _joined(source: RankFiles) -> RankFiles:
     for tree in reversed(trees):
         values["model",] |= tree["model"]
         if isinstance(optimizer := tree.get("optimizer"), dict):
-            state |= optimizer.get("state") or {}
+            held = optimizer.get("state") or {}
+            state |= held if tree is trees[0] else {name: held[name] for name in held if name not in own}
             groups |= in_stages(optimizer.get("param_groups"), tree.get("stage") or 0)
             values["optimizer",] = {"state": state, "param_groups": groups}
     return source.replaced(values)

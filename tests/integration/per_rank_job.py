@@ -295,3 +295,45 @@ def others(rank: int, base: str, kinds: tuple[Kind, ...]) -> dict[str, Any]:
     resumed(root, rank, kinds, last)
     found["at 5"] = held(again), held(last)
     return found
+
+
+MESHES = {"replicas": (), "shards": (2,), "shards of replicas": (2, 1)}
+
+
+def on_mesh(rank: int, base: str, mesh: str, kind: str) -> dict[str, torch.Tensor] | str:
+    """Save, if there is nothing yet, else load, a model on a mesh; running averages are each rank's own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    ema = AveragedModel(model)
+    if size := MESHES[mesh]:
+        for module in (model, ema.module):
+            fully_shard(module, mesh=init_device_mesh("cpu", size, mesh_dim_names=("replicate", "shard")[-len(size) :]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(model, optimizer, ema=ema, per_rank=("1.running_mean", "1.running_var"))
+    with CheckpointManager(Path(base), kinds=("dcp",), timeout_s=WAIT_S) as manager:
+        try:
+            if manager.resume(state) is None:
+                model[1].running_mean.fill_(rank + 1.0)
+                ema.update_parameters(model)
+                if kind == "emergency":
+                    manager.save_emergency_checkpoint(1, state)
+                else:
+                    manager.save(1, state).wait()
+        except CkptMirrorError as error:
+            return str(error)
+    values = {**model.state_dict(), **{f"ema.{name}": value for name, value in ema.state_dict().items()}}
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in values.items()
+    }
+
+
+def resumed_with_a_list_damaged(rank: int, base: str) -> tuple[list[float], tuple[str, ...]]:
+    model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in "ab"})
+    for name, module in model.items():
+        nn.init.constant_(module.weight, 1.0 + rank * (name == "a"))
+    state = TrainState(model, per_rank=("a.*",))
+    with CheckpointManager(Path(base), kinds=("dcp",), timeout_s=WAIT_S) as manager:
+        start = manager.resume(state)
+        if start is None:
+            manager.save(1, state).wait()
+        return [float(module.weight) for module in model.values()], start.missing if start is not None else ()

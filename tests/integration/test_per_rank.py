@@ -15,8 +15,10 @@ from tests.integration.per_rank_job import (
     expected,
     mean,
     of_one,
+    on_mesh,
     others,
     refusals,
+    resumed_with_a_list_damaged,
     sharded,
     sharded_others,
 )
@@ -211,3 +213,30 @@ def test_what_cannot_be_saved_for_each_rank_is_refused(tmp_path: Path, ranks: in
         assert kind == "RanksDiffer"
         assert "shared.weight has different" in text
         assert "DTensor" in found["shards"][1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dcp", "emergency"])
+@pytest.mark.parametrize(
+    ("before", "now"), [("replicas", "shards"), ("shards", "replicas"), ("shards", "shards of replicas")]
+)
+def test_the_same_ranks_get_back_their_own_and_the_averages_on_another_mesh(
+    tmp_path: Path, before: str, now: str, kind: str
+) -> None:
+    had = run_ranks(2, on_mesh, str(tmp_path), before, kind)
+    assert not torch.equal(*(one["1.running_mean"] for one in had))
+    found = run_ranks(2, on_mesh, str(tmp_path), now, kind)
+    for rank in range(2):
+        assert same(found[rank], had[rank]), found[rank]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_list_of_tensors_that_is_damaged_leaves_out_the_proof_and_stops_nobody(tmp_path: Path, rank: int) -> None:
+    run_ranks(2, resumed_with_a_list_damaged, str(tmp_path))
+    listed = tmp_path / f"tensors_000001_rank{rank}.json"
+    data = bytearray(listed.read_bytes())
+    data[len(data) // 2] ^= 1
+    listed.write_bytes(bytes(data))
+    for number, (values, missing) in enumerate(run_ranks(2, resumed_with_a_list_damaged, str(tmp_path))):
+        assert values == [1.0 + number, 1.0]
+        assert any(f"{listed.name} is not what was saved" in line for line in missing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,14 @@ class Model:
         names: The modules of each stage.
         own: Those of which each rank has values of its own.
         merges: Those of these for which a function merges the values.
+        idle: Modules of a rank that got no data, so that its optimizer has nothing of them, as name and rank.
     """
 
     stage_of: tuple[int, ...]
     names: tuple[str, ...]
     own: str = ""
     merges: str = ""
+    idle: tuple[tuple[str, int], ...] = ()
 
     def of(self, rank: int) -> str:
         return self.names[self.stage_of[rank]]
@@ -101,14 +103,16 @@ def expected(then: Model, case: Case) -> list[Had] | None:
     def had(rank: int, called: str) -> tuple[float, float | None]:
         if called in case.exclude or called not in old:
             return AS_BUILT
-        ranks = then.holders(old[called])
-        values = [value_of(old[called], one, then.own) for one in ranks]
-        if old[called] not in then.own:
-            return values[0], values[0] / 10
+        name, ranks = old[called], then.holders(old[called])
+        held = [(one, value_of(name, one, then.own)) for one in ranks]
+        moments = {one: value / 10 for one, value in held if (name, one) not in then.idle}
+        values = dict(held)
+        if name not in then.own:
+            return values[ranks[0]], moments[ranks[0]]
         if same_number:
-            return values[ranks.index(rank)], values[ranks.index(rank)] / 10
-        mean = sum(values) / len(values)
-        return mean + rank, mean / 10 + rank
+            return values[rank], moments.get(rank)
+        average = sum(moments.values()) / len(moments) + rank if moments else None
+        return sum(values.values()) / len(values) + rank, average
 
     return [{name: had(rank, name) for name in now.of(rank)} for rank in range(len(now.stage_of))]
 
@@ -117,6 +121,12 @@ def expected(then: Model, case: Case) -> list[Had] | None:
 
 
 def a_model(chance: random.Random) -> Model:
+    model = with_values(chance)
+    idle = [(name, chance.choice(model.holders(name))) for name in model.own if chance.random() < 0.4]
+    return replace(model, idle=tuple(idle))
+
+
+def with_values(chance: random.Random) -> Model:
     if chance.random() < 0.6:
         names = ("abe", "cdf")
         return Model(chance.choice(SPLITS), names, "".join(chance.sample("".join(names), chance.choice([0, 1, 2]))))
@@ -165,8 +175,9 @@ def a_job_for(chance: random.Random, then: Model) -> tuple[int, ...]:
     return then.stage_of if chance.random() < 0.6 else chance.choice([*SPLITS, (0, 0, 0, 0), (0, 0)])
 
 
-def mean(values: list[Any], rank: int, _world_size: int) -> torch.Tensor:
-    return torch.stack([torch.as_tensor(value).float() for value in values]).mean(0) + rank
+def mean(values: list[Any], rank: int, _world_size: int) -> torch.Tensor | None:
+    there = [torch.as_tensor(value).float() for value in values if value is not None]
+    return torch.stack(there).mean(0) + rank if there else None
 
 
 def built(model: Model, rank: int) -> TrainState:
@@ -197,6 +208,8 @@ def save_all_kinds(rank: int, base: Path, model: Model) -> None:
     for name, module in state.model.items():
         value = value_of(name, rank, model.own)
         nn.init.constant_(module.weight, value)
+        if (name, rank) in model.idle:
+            continue
         module.weight.grad = torch.full_like(module.weight, value)
     with manager_of(base, model, rank) as manager:
         manager.resume(built(model, rank))

@@ -118,14 +118,16 @@ def check_loaded(
                 yield []
 
     live: list[Summed] = []
-    found = Compared((), ())
+    found, not_its_own = Compared((), ()), frozenset[str]()
 
     def compare_own() -> _Verdict:
-        nonlocal live, found
+        nonlocal live, found, not_its_own
         live = under_rules(live_sums(state, report.loaded), rules, are_saved=False) if lists else []
         own, first = (next(read([lists[rank]])) if rank in lists else [] for rank in (ranks.rank, 0))
         listed, near = of_rank(live, own, first, is_merged=ranks.world_size != meta.world_size)
         found = compare(listed, near)
+        if own and ranks.world_size == meta.world_size:  # else what each rank had of its own was merged
+            not_its_own = frozenset(found.cut_otherwise).difference(piece.name for piece in own)
         differ = _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED]
         return _Verdict(differ, bool(found.cut_otherwise), tuple(unread))
 
@@ -135,25 +137,25 @@ def check_loaded(
     if not differ and any(one.is_open for one in verdicts):
         is_cut = set(found.cut_otherwise)
 
-        def pieces() -> tuple[tuple[str, ...], list[Summed]]:
+        def pieces() -> tuple[tuple[str, ...], frozenset[str], list[Summed]]:
             more = [one for one in live if one.name in is_cut or one.region.sizes != one.region.shape]
-            return found.cut_otherwise, more
+            return found.cut_otherwise, not_its_own, more
 
         sent = gather_result(ranks, pieces, what="send the sums of what was loaded", to="first")
 
         def compare_all() -> tuple[tuple[str, ...], int, tuple[str, ...]]:
             if ranks.rank != 0:
                 return (), 0, ()
-            names = {name for open_here, _ in sent.values() for name in open_here}
+            names = {name for open_here, _, _ in sent.values() for name in open_here}
+            new_here = {name for _, new, _ in sent.values() for name in new if not name.startswith("ema.")}
             of_others: set[str] = set()  # a rank has what others had of their own, as after another split into stages
 
             def of_all() -> Iterator[list[Summed]]:
                 for of_one in read(lists.values()):
-                    if ranks.world_size == meta.world_size:  # else it was merged
-                        of_others.update(piece.name for piece in of_one if piece.per_rank and piece.name in names)
+                    of_others.update(piece.name for piece in of_one if piece.per_rank and piece.name in new_here)
                     yield [piece for piece in of_one if not piece.per_rank]
 
-            whole = compare_whole([pieces for _, pieces in sent.values()], of_all(), names)
+            whole = compare_whole([pieces for _, _, pieces in sent.values()], of_all(), names)
             wrong = (*whole.differ, *sorted(of_others.difference(whole.differ)))
             differ = _not_migrated(root, meta, kind, state, ranks, wrong)[:_NAMED]
             lacks_lists = bool(lists) and len(lists) < meta.world_size
