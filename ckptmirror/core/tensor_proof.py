@@ -138,7 +138,7 @@ def under_rules(pieces: Iterable[Summed], rules: NameRules, *, are_saved: bool) 
 
 
 def of_rank(
-    live: Iterable[Summed], own: Collection[Summed], first: Collection[Summed], *, is_merged: bool = False
+    live: Iterable[Summed], own: Collection[Summed] | None, first: Collection[Summed], *, is_merged: bool = False
 ) -> tuple[list[Summed], list[list[Summed]]]:
     """Return what :func:`compare` takes, so that what a rank has of its own is compared with its own list alone.
 
@@ -146,19 +146,19 @@ def of_rank(
 
     Args:
         live: The rank's live pieces.
-        own: The list that the rank of this number wrote; empty if it is not there.
+        own: The list that the rank of this number wrote; None if it is not there.
         first: The list of rank 0.
         is_merged: Whether what ranks had of their own was merged, so that no list has what it is now.
     """
     if is_merged:
-        of_ranks = {one.name for one in (*own, *first) if one.per_rank}
-        rest = [[one for one in listed if not one.per_rank] for listed in (own, first)]
+        of_ranks = {one.name for one in (*(own or ()), *first) if one.per_rank}
+        rest = [[one for one in listed if not one.per_rank] for listed in (own or (), first)]
         return [one for one in live if one.name not in of_ranks], rest
-    known = {one.name for one in own}
+    known = {one.name for one in own or ()}
     had_none = [one._replace(sums=_NO_SUMS) for one in first if one.per_rank and one.name not in known]
-    unknown = set() if own else {one.name for one in had_none}
+    unknown = {one.name for one in had_none} if own is None else set()
     compared = [one for one in live if one.name not in unknown]
-    return compared, [list(own), [one for one in first if not one.per_rank], had_none]
+    return compared, [list(own or ()), [one for one in first if not one.per_rank], had_none]
 
 
 def compare(live: Iterable[Summed], lists: Iterable[Iterable[Summed]]) -> Compared:

@@ -136,6 +136,31 @@ def unequal(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, Any
     manager.close()
 
 
+def snapshot_of_unequal(rank: int, root: Path, differ_in: str) -> tuple[str, Any, Any]:
+    """Ranks whose models, or whose optimizers' states, have other names: a save is refused, a snapshot is taken."""
+
+    def new() -> TrainState:
+        names = "ab" if differ_in == "moments" or rank == 0 else "ac"
+        model = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in names})
+        return TrainState(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    state = new()
+    for number, module in enumerate(state.model.values()):
+        nn.init.constant_(module.weight, 10.0 * rank + number)
+        if differ_in != "moments" or number != rank:
+            module.weight.grad = torch.full_like(module.weight, rank + 1.0)
+    with CheckpointManager(root, kinds=("dcp",), timeout_s=WAIT_S) as manager:
+        manager.resume(new())
+        state.optimizer.step()
+        refused = saved(manager, 1, state)
+        manager.save_emergency_checkpoint(2, state)
+    dist.barrier()
+    again = new()
+    with CheckpointManager(root, kinds=("dcp",), timeout_s=WAIT_S) as manager:
+        manager.resume(again)
+    return refused[0], values(state), values(again)
+
+
 def replicas(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, Any], lines: Lines) -> None:
     """Data-parallel training, as it is by default: running averages, generators and extra values of each rank's own.
 

@@ -153,13 +153,17 @@ def a_case(chance: random.Random, then: Model, stage_of: tuple[int, ...]) -> Cas
     own = [rename.get(name, name) for name in then.own]
     if not any(stage_of):  # without stages
         names = ["".join(names)]
-    at, change, exclude = chance.randrange(len(names)), chance.choice(["", "adds", "takes", "leaves"]), ""
+    at, change, exclude = chance.randrange(len(names)), chance.choice(["", "adds", "takes", "takes all", "leaves"]), ""
     if change == "adds":
         names[at] += "z"
         exclude = chance.choice(["z", ""])
     elif change == "takes" and len(names[at]) > 1:
         gone = chance.choice(names[at])
         names[at] = names[at].replace(gone, "")
+        exclude = chance.choice([gone, ""])
+    elif change == "takes all" and len(names) < len(then.names):  # of what a stage had
+        gone = "".join(rename.get(name, name) for name in chance.choice(then.names))
+        names = ["".join(name for name in names[0] if name not in gone)]
         exclude = chance.choice([gone, ""])
     elif change == "leaves":
         exclude = chance.choice("".join(names))

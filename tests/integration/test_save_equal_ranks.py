@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptmirror.core.model import Kind
-from tests.integration.equal_ranks_job import KINDS, everything_that_happens, save_with_average
+from tests.integration.equal_ranks_job import KINDS, everything_that_happens, save_with_average, snapshot_of_unequal
 from tests.kit.processes import run_ranks
 from tests.kit.roots import whole
 from tests.kit.training import same
@@ -85,6 +85,15 @@ def test_every_running_average_that_is_saved_is_rank_0s(job: Job, tmp_path: Path
         found = torch.load(root / "model_000003.pt", weights_only=True)
         assert same(dict(found), job.ranks[0]["replicas"])
     assert meta.kinds == job.kinds
+
+
+@pytest.mark.parametrize("differ_in", ["moments", "names"])
+def test_so_does_one_of_ranks_that_were_refused_for_what_they_have_at_all(tmp_path: Path, differ_in: str) -> None:
+    found = run_ranks(2, snapshot_of_unequal, tmp_path, differ_in)
+    for kind, before, after in found:
+        assert kind == "RanksDiffer"
+        assert same(after, before)
+    assert not same(found[0][1], found[1][1])
 
 
 def test_running_averages_that_differ_are_named_once_by_one_rank(job: Job) -> None:

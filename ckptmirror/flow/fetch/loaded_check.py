@@ -109,13 +109,12 @@ def check_loaded(
 
     unread: dict[str, None] = {}
 
-    def read(of: Iterable[Artifact]) -> Iterator[list[Summed]]:
-        for one in of:
-            try:
-                yield under_rules(read_tensor_list(root, one), rules, are_saved=True)
-            except IntegrityError as error:
-                unread[error.message.replace(f"{root}/", "")] = None
-                yield []
+    def read(one: Artifact | None) -> list[Summed] | None:
+        try:
+            return under_rules(read_tensor_list(root, one), rules, are_saved=True) if one is not None else None
+        except IntegrityError as error:
+            unread[error.message.replace(f"{root}/", "")] = None
+            return None
 
     live: list[Summed] = []
     found, not_its_own = Compared((), ()), frozenset[str]()
@@ -123,10 +122,10 @@ def check_loaded(
     def compare_own() -> _Verdict:
         nonlocal live, found, not_its_own
         live = under_rules(live_sums(state, report.loaded), rules, are_saved=False) if lists else []
-        own, first = (next(read([lists[rank]])) if rank in lists else [] for rank in (ranks.rank, 0))
+        own, first = read(lists.get(ranks.rank)), read(lists.get(0)) or []
         listed, near = of_rank(live, own, first, is_merged=ranks.world_size != meta.world_size)
         found = compare(listed, near)
-        if own and ranks.world_size == meta.world_size:  # else what each rank had of its own was merged
+        if own is not None and ranks.world_size == meta.world_size:  # else what each rank had of its own was merged
             not_its_own = frozenset(found.cut_otherwise).difference(piece.name for piece in own)
         differ = _not_migrated(root, meta, kind, state, ranks, found.differ)[:_NAMED]
         return _Verdict(differ, bool(found.cut_otherwise), tuple(unread))
@@ -151,7 +150,7 @@ def check_loaded(
             of_others: set[str] = set()  # a rank has what others had of their own, as after another split into stages
 
             def of_all() -> Iterator[list[Summed]]:
-                for of_one in read(lists.values()):
+                for of_one in (read(one) or [] for one in lists.values()):
                     of_others.update(piece.name for piece in of_one if piece.per_rank and piece.name in new_here)
                     yield [piece for piece in of_one if not piece.per_rank]
 

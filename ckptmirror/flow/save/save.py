@@ -34,7 +34,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import AttemptFenced, CkptMirrorError, LocalStorageFull, LocalStorageUnwritable, StepBehind
+from ckptmirror.core.errors import (
+    AttemptFenced,
+    CkptMirrorError,
+    LocalStorageFull,
+    LocalStorageUnwritable,
+    RanksDiffer,
+    StepBehind,
+)
 from ckptmirror.core.model import Artifact, Attempt, Kind, Meta, new_id
 from ckptmirror.core.name_rules import marked
 from ckptmirror.core.replica_agreement import digests_of
@@ -413,7 +420,12 @@ class Saver:
             exchange_result(self._ranks, self._ranks.renew_torch_group, what="connect the ranks again for a save")
         if self._ranks.is_leader and plans[0].said is not None:
             copied = replace(copied, said=plans[0].said)
-        return agreed_context(plans, self.root, self._ranks, self._stages), copied, request
+        try:
+            context = agreed_context(plans, self.root, self._ranks, self._stages)
+        except RanksDiffer:
+            self.replicas.differ = True
+            raise
+        return context, copied, request
 
     def _said(self, copied: Copied | BaseException) -> SaveMetadata | None:
         is_for_all = self._ranks.nodes > 1 and self._ranks.rank == 0

@@ -134,8 +134,9 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stag
 
     Raises:
         RankFailed: The ranks do not plan the same save.
-        UsageError: The ranks have different models, or optimizers with state for different parameters, and only one
+        RanksDiffer: The ranks have different models, or optimizers with state for different parameters, and only one
             rank's would be saved.
+        UsageError: They declare different names with ``per_rank``.
     """
     from ckptmirror.formats.base import WriteContext
 
@@ -149,14 +150,14 @@ def agreed_context(plans: Sequence[Plan], root: Path, ranks: Ranks, stages: Stag
                 "stay apart, and no later one succeeds: start the job again.",
             )
     if _differ([plan.holds.parameters for plan in plans], stages):
-        raise UsageError(
+        raise RanksDiffer(
             "The ranks hold different models: the names, shapes or dtypes of their parameters differ. A model can be "
             "saved only if every rank holds all of it, or shards of it as DTensors, or if it is in stages.",
             hint="If each rank holds a part of one model, as a pipeline stage, create the manager with "
             'CheckpointManager(..., kinds=("dcp",), pp_rank=<number of the stage>).',
         )
     if _differ([plan.holds.optimizer for plan in plans], stages):
-        raise UsageError(
+        raise RanksDiffer(
             "The optimizers of the ranks have state for different parameters, but an optimizer's state is saved once "
             "for all ranks.",
             hint='Pass this optimizer as TrainState(extra={"optimizer": …}): extra is saved for each rank. Or declare '
@@ -271,7 +272,7 @@ class ReplicaCheck:
     """Compares what the ranks hold under the same names, at every save.
 
     Attributes:
-        differ: Whether they held different values at the last save.
+        differ: Whether they held different values, or names, at the last save.
     """
 
     def __init__(self) -> None:

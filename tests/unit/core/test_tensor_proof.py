@@ -43,15 +43,16 @@ def test_what_each_rank_has_of_its_own_is_compared_with_its_own_list_alone() -> 
         piece(0, 12, name="model.norm", more=2),
     ]
 
-    def result(live: list[Summed], own: list[Summed]) -> Compared:
+    def result(live: list[Summed], own: list[Summed] | None) -> Compared:
         compared, lists = of_rank(live, own, first)
         return compare(compared, lists)
 
     assert result([piece(0, 12, more=1), piece(0, 12, name="model.norm", more=2)], own) == Compared((), ())
     assert result([piece(0, 12)], own) == Compared(("model.w",), ())
     assert result([piece(0, 12, name="optimizer.moment")], own) == Compared(("optimizer.moment",), ())
-    assert result([piece(0, 12), piece(0, 12, name="optimizer.moment")], []) == Compared((), ())
-    assert result([piece(0, 12, name="model.norm", more=1)], []) == Compared(("model.norm",), ())
+    assert result([piece(0, 12), piece(0, 12, name="optimizer.moment")], None) == Compared((), ())
+    assert result([piece(0, 12, name="model.norm", more=1)], None) == Compared(("model.norm",), ())
+    assert result([piece(0, 12)], []) == Compared(("model.w",), ())
 
 
 def test_what_has_other_sums_than_before_or_is_gone_has_changed_and_what_is_cut_or_cast_otherwise_has_not() -> None:
