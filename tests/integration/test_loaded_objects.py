@@ -205,7 +205,9 @@ def fails_on_one_rank(rank: int, root: Path, part: str) -> list[tuple[str, str]]
     return outcomes
 
 
-@pytest.mark.parametrize(("part", "where"), [("extra", "extra.own[0]"), ("ema", "ema")])
+@pytest.mark.parametrize(
+    ("part", "where"), [("extra", "extra.own[0]"), pytest.param("ema", "ema", marks=pytest.mark.long)]
+)
 def test_an_object_whose_state_dict_fails_after_a_load_is_named_on_every_rank(
     tmp_path: Path, part: str, where: str
 ) -> None:

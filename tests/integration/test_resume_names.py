@@ -453,6 +453,7 @@ def on_other_ranks(
 KEPT = {"b": (2.0, 2.5), "c": (3.0, 3.5)}
 
 
+@pytest.mark.long
 def test_a_module_of_which_each_rank_has_its_own_can_be_left_out(tmp_path: Path) -> None:
     rename, left = {"rename": {"a.*": "n.*"}}, {"exclude": ("model.n.*",)}
     run_ranks(2, on_other_ranks, str(tmp_path), "abc", ("a.*",), {})
