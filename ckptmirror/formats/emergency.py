@@ -204,15 +204,16 @@ def _are_own_pieces(tree: Mapping[str, Any], target: LoadTarget) -> bool:
     saved: dict[Hashable, Region | None] = {renamed(name): _region(value) for name, value in tree["model"].items()}
     if saved.keys() != live.keys() or any(saved[name] != region for name, region in own.items()):
         return False
-    if _is_of_a_stage_no_more(tree, target):
+    if _asks_for_all_stages(tree, target):
         return False
     state = placed_leaves(optimizer.get("state")) if isinstance(optimizer, dict) else ()
     return all(own.get(renamed(str(path[0]))) == leaf.region for path, leaf in state if isinstance(leaf, Piece))
 
 
-def _is_of_a_stage_no_more(tree: Mapping[str, Any], target: LoadTarget) -> bool:
-    """Whether a file has what a stage of a model held, and the rank that loads holds the whole model now."""
-    return tree.get("stage") is not None and not target.elsewhere
+def _asks_for_all_stages(tree: Mapping[str, Any], target: LoadTarget) -> bool:
+    """Whether there are patterns for the names of all stages of a save, and the job may have no stages any more."""
+    has_patterns = bool(target.rules.exclude or target.rules.rename)
+    return has_patterns and tree.get("stage") is not None and not target.elsewhere
 
 
 def _pieces(source: RankFiles, directory: Path, target: LoadTarget) -> RankFiles:
@@ -235,7 +236,7 @@ def _pieces(source: RankFiles, directory: Path, target: LoadTarget) -> RankFiles
     first = _snapshot(source, directory)
     own = live_names(first["model"]) if is_same else {}
     lacks = {name for name in live if not target.rules.leaves(name)}.difference(own.values())
-    if not (lacks or _is_of_a_stage_no_more(first, target)):
+    if not (lacks or _asks_for_all_stages(first, target)):
         return source
     trees = [_snapshot(source.of(rank), directory) for rank in source.ranks]
     joined = {name for tree in trees for name in tree["model"]}

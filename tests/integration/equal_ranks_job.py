@@ -136,7 +136,7 @@ def unequal(rank: int, root: Path, kinds: tuple[Kind, ...], found: dict[str, Any
     manager.close()
 
 
-def snapshot_of_unequal(rank: int, root: Path, differ_in: str) -> tuple[str, Any, Any]:
+def snapshot_of_unequal(rank: int, root: Path, differ_in: str, stage: int | None) -> tuple[str, Any, Any]:
     """Ranks whose models, or whose optimizers' states, have other names: a save is refused, a snapshot is taken."""
 
     def new() -> TrainState:
@@ -149,14 +149,14 @@ def snapshot_of_unequal(rank: int, root: Path, differ_in: str) -> tuple[str, Any
         nn.init.constant_(module.weight, 10.0 * rank + number)
         if differ_in != "moments" or number != rank:
             module.weight.grad = torch.full_like(module.weight, rank + 1.0)
-    with CheckpointManager(root, kinds=("dcp",), timeout_s=WAIT_S) as manager:
+    with CheckpointManager(root, kinds=("dcp",), timeout_s=WAIT_S, pp_rank=stage) as manager:
         manager.resume(new())
         state.optimizer.step()
         refused = saved(manager, 1, state)
         manager.save_emergency_checkpoint(2, state)
     dist.barrier()
     again = new()
-    with CheckpointManager(root, kinds=("dcp",), timeout_s=WAIT_S) as manager:
+    with CheckpointManager(root, kinds=("dcp",), timeout_s=WAIT_S, pp_rank=stage) as manager:
         manager.resume(again)
     return refused[0], values(state), values(again)
 

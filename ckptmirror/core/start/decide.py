@@ -757,6 +757,8 @@ def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
     Raises:
         ConfigError: This disk and the mirrors name several runs.
         RefusedOnlyCopy: Only snapshots in the persistent directory name a run, and it may not be this one.
+        StoreTemporary: So it is, but a required mirror does not answer.
+        NotAuthorised: It refuses the credentials.
     """
     run_id = run_of(evidence)
     snapshots = [(copy, row) for row in evidence.rows if row.sort == "persistent" for copy in row.copies]
@@ -769,6 +771,12 @@ def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
         if named:
             return named[0]
     copy, row = max(snapshots, key=lambda one: (one[0].save.step, one[0].save.save_id))
+    if silent := [one for one in evidence.mirrors() if one.required and _does_not_answer(one)]:
+        raise explain.not_answering(
+            f"{row.place} has an emergency snapshot of step {copy.save.step}, and only a mirror can say whether it is "
+            "of this run. ",
+            {one.place: explain.missing_word(one) for one in silent},
+        )
     raise RefusedOnlyCopy(
         f"{row.place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a mirror says "
         "whether it is of this run.",

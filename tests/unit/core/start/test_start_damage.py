@@ -439,9 +439,9 @@ SNAPSHOTS = [
         tries(left, KEPT, says="snapshots of another run"),
     ),
     Case(
-        "a snapshot of a run whose mirror is silent is not continued from on a new disk",
+        "a snapshot of a run whose mirror is silent is not continued from on a new disk until the mirror answers",
         [disk(), silent(M), kept(left)],
-        refuses(RefusedOnlyCopy, "whether it is of this run"),
+        refuses(StoreTemporary, "snapshot of step 250", "whether it is of this run", "does not answer"),
     ),
     Case(
         "what this root made is put together from its disks while the mirror is silent",
