@@ -771,11 +771,11 @@ def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
         if named:
             return named[0]
     copy, row = max(snapshots, key=lambda one: (one[0].save.step, one[0].save.save_id))
-    if silent := [one for one in evidence.mirrors() if one.required and _does_not_answer(one)]:
+    if silent := count(evidence).silent:
         raise explain.not_answering(
             f"{row.place} has an emergency snapshot of step {copy.save.step}, and only a mirror can say whether it is "
             "of this run. ",
-            {one.place: explain.missing_word(one) for one in silent},
+            {place: explain.missing_word(evidence.row(place)) for place in silent},
         )
     raise RefusedOnlyCopy(
         f"{row.place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a mirror says "

@@ -36,7 +36,7 @@ from ckptmirror.core.errors import (
     NoTable,
     Temporary,
 )
-from ckptmirror.core.lifecycle import SETTLED, RecordState
+from ckptmirror.core.lifecycle import SETTLED
 from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.disks import Torn
@@ -573,8 +573,8 @@ class Node:
         required = {spec.url for spec in self.specs if spec.required}
         found = dict(self._cannot_be_on)
         for save_id, urls in self._once_whole.items():
-            there = [one for one in self.table.records(save_id=save_id) if one.mirror in required.difference(urls)]
-            if there and {one.state for one in there} == {RecordState.VERIFIED}:
+            there = [one for one in self.table.standing(save_id) if one.mirror in required.difference(urls)]
+            if any(one.verified and one.committed for one in there):
                 found[save_id] = urls
         return found
 
