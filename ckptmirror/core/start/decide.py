@@ -285,8 +285,9 @@ class _Start:
         self._run_id = _run_to_continue(self._all, self._wish)
         self._evidence = _of_run(self._all, self._run_id)
         self._counted: Counted = count(self._evidence)
-        self._silent = self._phrased(self._counted.silent)
-        self._unheard = self._phrased(one.place for one in self._all.mirrors() if _does_not_answer(one)) | self._silent
+        self._silent = _phrased(self._all, self._counted.silent)
+        self._unheard = _phrased(self._all, _not_answering(self._all)) | self._silent
+        self._go_back = "" if self._silent else "go back on purpose with policy=<step>"
         self._whole = {save.save_id for save in self._counted.saves}
         self._note_what_is_not_seen()
         if self._counted.doubtful:
@@ -295,11 +296,6 @@ class _Start:
         if self._wish.reference == "scratch":
             return self._start_over()
         return self._continue() or self._step_0()
-
-    def _phrased(self, places: Iterable[str]) -> dict[str, str]:
-        """Return, for each place, why its answer is missing."""
-        rows = {place: self._all.row(place) for place in places}
-        return {place: explain.missing_word(row) for place, row in rows.items()}
 
     # -- rule 1 ----------------------------------------------------------------------------------------------
 
@@ -320,7 +316,7 @@ class _Start:
 
     def _note_what_is_not_seen(self) -> None:
         dropped = [row.place for row in self._all.mirrors() if row.reach is Reach.DROPPED]
-        for place, phrase in (self._unheard | self._phrased(dropped)).items():
+        for place, phrase in (self._unheard | _phrased(self._all, dropped)).items():
             level: Literal["error", "warning"] = "error" if phrase == explain.NOT_CONFIGURED else "warning"
             self._note(f"{place} {phrase}: what only it holds was not seen", level)
         for row in self._all.rows:
@@ -580,7 +576,7 @@ class _Start:
             return [_Held(one.save_id, step, needs_ranks, or_step=step)]
         if one.kind != "emergency" and self._unheard:  # no mirror holds emergency snapshots
             why = f"The copy of step {step} is broken ({one.reason}), and a whole one may be there: "
-            waits = explain.not_answering(why, self._unheard, may_go_back=not self._silent)
+            waits = explain.not_answering(why, self._unheard, or_else=self._go_back)
             return [_Held(one.save_id, step, waits)]
         return []
 
@@ -614,7 +610,7 @@ class _Start:
         if silent and (rival := rival_of(self._evidence, self._counted, save.attempt)) is not None:
             raise explain.rival_may_have_saved(rival, silent)
         if self._unheard and self._wish.is_auto and (newer := self._unseen_after(save)) is not None:
-            raise explain.rival_may_have_saved(newer, self._unheard, may_go_back=not silent)
+            raise explain.rival_may_have_saved(newer, self._unheard, or_else=self._go_back)
         if candidate.replaced_by:
             self._note(
                 f"step {save.step} (save {candidate.replaced_by[:8]}): no copy in kind {candidate.kind} can be used; "
@@ -682,7 +678,7 @@ class _Start:
         for one in passed:
             if self._unheard and one.kinds != ("emergency",):  # no mirror holds emergency snapshots
                 why = f"{one.name} is not whole ({one.why}), and may be there: "
-                raise explain.not_answering(why, self._unheard, may_go_back=not self._silent)
+                raise explain.not_answering(why, self._unheard, or_else=self._go_back)
 
     def _check_hindered(self, problems: Iterable[Problem]) -> None:
         for one in problems:
@@ -746,9 +742,14 @@ class _Start:
             self._notices.append(notice)
 
 
-def _does_not_answer(row: Row) -> bool:
-    """Whether this is a configured mirror that did not answer."""
-    return not row.answers and row.reach is not Reach.DROPPED
+def _not_answering(evidence: Evidence) -> list[str]:
+    """Return the configured mirrors that did not answer."""
+    return [row.place for row in evidence.mirrors() if not row.answers and row.reach is not Reach.DROPPED]
+
+
+def _phrased(evidence: Evidence, places: Iterable[str]) -> dict[str, str]:
+    """Return, for each place, why its answer is missing."""
+    return {place: explain.missing_word(evidence.row(place)) for place in places}
 
 
 def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
@@ -757,7 +758,7 @@ def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
     Raises:
         ConfigError: This disk and the mirrors name several runs.
         RefusedOnlyCopy: Only snapshots in the persistent directory name a run, and it may not be this one.
-        StoreTemporary: So it is, but a required mirror does not answer.
+        StoreTemporary: So it is, but a mirror does not answer.
         NotAuthorised: It refuses the credentials.
     """
     run_id = run_of(evidence)
@@ -771,16 +772,18 @@ def _run_to_continue(evidence: Evidence, wish: Wish) -> str | None:
         if named:
             return named[0]
     copy, row = max(snapshots, key=lambda one: (one[0].save.step, one[0].save.save_id))
-    if silent := count(evidence).silent:
+    silent, name = count(evidence).silent, f"policy={copy.save.save_id[:8]!r}"
+    if unheard := _phrased(evidence, {**silent, **dict.fromkeys(_not_answering(evidence))}):
         raise explain.not_answering(
             f"{row.place} has an emergency snapshot of step {copy.save.step}, and only a mirror can say whether it is "
             "of this run. ",
-            {place: explain.missing_word(evidence.row(place)) for place in silent},
+            unheard,
+            or_else="" if silent else f"continue from it with {name}",
         )
     raise RefusedOnlyCopy(
         f"{row.place} has an emergency snapshot of step {copy.save.step}, and neither this disk nor a mirror says "
         "whether it is of this run.",
-        hint=f"To continue from it, give policy={copy.save.save_id[:8]!r}. To begin another run, give it a "
+        hint=f"To continue from it, give {name}. To begin another run, give it a "
         "persistent_dir of its own, or policy='scratch' with force=True.",
     )
 

@@ -98,33 +98,31 @@ def missing_word(row: Row | None) -> str:
     return f"{verb} ({row.why})" if row.why else verb
 
 
-def not_answering(why: str, silent: Mapping[str, str], *, may_go_back: bool = False) -> StoreTemporary | NotAuthorised:
+def not_answering(why: str, silent: Mapping[str, str], *, or_else: str = "") -> StoreTemporary | NotAuthorised:
     """Return the error of a start that needs an answer from places that do not answer.
 
     Args:
         why: Why the answer is needed.
         silent: For each place, what is wrong: "does not answer (...)".
-        may_go_back: Whether a person may decide without them, since they are optional mirrors.
+        or_else: What a person may do without them, where all are optional mirrors.
     """
     url = next(iter(silent)) if len(silent) == 1 else "URL"
     gone = f"if it is gone for good, take it out of the run with `ckptmirror forget-mirror --url {quote(url)}`"
-    if may_go_back:
-        gone = "go back on purpose with policy=<step>"
     text = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."
     if all(phrase.startswith(_REFUSES) for phrase in silent.values()):
         return NotAuthorised(text, hint=access_hint(silent))
     verb = "it is configured again" if NOT_CONFIGURED in silent.values() else "it answers"
-    return StoreTemporary(text, hint=f"Start again when {verb}, or {gone}.")
+    return StoreTemporary(text, hint=f"Start again when {verb}, or {or_else or gone}.")
 
 
 def rival_may_have_saved(
-    rival: Attempt, silent: Mapping[str, str], *, may_go_back: bool = False
+    rival: Attempt, silent: Mapping[str, str], *, or_else: str = ""
 ) -> StoreTemporary | NotAuthorised:
     """Return the error of a start while another root's attempt may have saved on a silent mirror."""
     return not_answering(
         f"The run was started elsewhere ({named(rival)}), and may since have saved where no mirror answers now: ",
         silent,
-        may_go_back=may_go_back,
+        or_else=or_else,
     )
 
 

@@ -441,7 +441,18 @@ SNAPSHOTS = [
     Case(
         "a snapshot of a run whose mirror is silent is not continued from on a new disk until the mirror answers",
         [disk(), silent(M), kept(left)],
-        refuses(StoreTemporary, "snapshot of step 250", "whether it is of this run", "does not answer"),
+        refuses(StoreTemporary, "snapshot of step 250", "whether it is of this run", "forget-mirror --url file:///m"),
+    ),
+    Case(
+        "nor while an optional mirror is, unless a person says so",
+        [disk(), mirror(M), silent(O), kept(left)],
+        refuses(StoreTemporary, "file:///optional does not answer", f"policy='{left.id[:8]}'"),
+    ),
+    Case(
+        "which names it",
+        [disk(), mirror(M), silent(O), kept(left)],
+        tries(left, KEPT, says="does not answer"),
+        Wish(left.id[:8]),
     ),
     Case(
         "what this root made is put together from its disks while the mirror is silent",

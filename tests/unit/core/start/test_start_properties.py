@@ -382,7 +382,7 @@ PLANTED: dict[str, tuple[object, str, object, Callable[[World], None]]] = {
         lambda *_: [],
         step_0,
     ),
-    "a mirror that does not answer is not missed": (decide, "_does_not_answer", lambda _: False, silence),
+    "a mirror that does not answer is not missed": (decide, "_not_answering", lambda _: [], silence),
     "the oldest save comes first": (
         decide._Start,
         "_on_the_lineage",
