@@ -88,12 +88,12 @@ picture: $(DOCS)  ## Draw docs/timeline.png, the picture of the README, from a r
 bench: setup  ## Measure against what you would use instead, as ratios, beside the physical limit
 	$(BIN)/python -m tests.bench
 
-scale: setup  ## Count what a save and a start cost a job of 1 to 1,000 nodes of 8 ranks: NODES=100 for one size
+scale: setup  ## Count what a save and a start cost a job of 1 to 100 nodes of 8 ranks, and 1,000 where no job runs: NODES=100 for one size
 	$(BIN)/python -m tests.scale $(if $(NODES),--nodes $(NODES))
 
 campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
 	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start \
-	    tests/integration/test_random_loads.py --timeout=3600
+	    tests/integration/test_random_loads.py tests/nodes/test_crash_points_on_nodes.py --timeout=3600
 
 matrix: setup  ## Load what 1 to 8 ranks saved, of each kind and under each wrapper, or were killed after, on 1 to 8 ranks
 	CKPTMIRROR_MATRIX=full $(BIN)/python -m pytest -v tests/integration/test_matrix.py --timeout=3600

@@ -124,7 +124,8 @@ def _cells(save: VerifiedSave, found: Verification) -> list[Cell]:
 def _state(save: VerifiedSave, found: Verification) -> Cell:
     state = save.verdict.state
     if state == "whole":
-        return "whole" + (", every byte" if found.deep else "") + _tensors(save), "green"
+        what = f"whole ({save.part})" if save.part else "whole"
+        return what + (", every byte" if found.deep else "") + _tensors(save), "green"
     more = f" (and {len(save.faults) - 1} more)" if len(save.faults) > 1 else ""
     wrong = f"{save.faults[0] if save.faults else save.meta}{more}"
     if save.whole_kinds and save.whole_kinds == save.verdict.kinds:
@@ -157,7 +158,8 @@ def _print_result(found: Verification, target: Target) -> int:
     """Print the summary on stderr, and return the exit code."""
     damaged = sum(save.verdict.state == "damaged" for save in found.saves)
     unread = sum(save.verdict.state in ("unreadable", "refused") for save in found.saves)
-    parts = [f"{len(found.saves) - damaged - unread} of {len(found.saves)} saves are whole"]
+    what = "saves and parts of saves" if any(save.part for save in found.saves) else "saves"
+    parts = [f"{len(found.saves) - damaged - unread} of {len(found.saves)} {what} are whole"]
     parts += [f"{damaged} damaged"] * bool(damaged) + [f"{unread} could not be read"] * bool(unread)
     if found.deep:
         parts.append(f"{size(sum(save.read_bytes for save in found.saves))} read")
@@ -248,6 +250,7 @@ def _facts(found: Verification) -> dict[str, Any]:
                 "read_bytes": save.read_bytes,
                 "mend": save.mend,
                 "whole_kinds": list(save.whole_kinds),
+                "part": save.part,
                 "tensors": None
                 if save.tensors is None
                 else [{field: _plain(value) for field, value in one._asdict().items()} for one in save.tensors],

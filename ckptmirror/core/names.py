@@ -11,6 +11,7 @@ Rules:
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -54,6 +55,7 @@ __all__ = [
     "part_name",
     "parts_prefix",
     "plain",
+    "plain_steps",
     "pp_dir",
     "tagged",
     "tmp_name",
@@ -309,6 +311,16 @@ def parse_name(name: str) -> ParsedName | None:
     if final is None or final.role in _NEVER_WRITTEN:
         return None
     return replace(final, role="tmp", final=match["final"], save=match["save"])
+
+
+def plain_steps(listed: Iterable[str]) -> frozenset[int]:
+    """Return the steps of which a name without a tag is among the names or paths of a place.
+
+    A save whose step is among them takes names with its tag. If it took a plain name that is free, since a save of that
+    step lost the file, then that save would seem to have it.
+    """
+    tops = map(parse_name, {name.partition("/")[0] for name in listed})
+    return frozenset(one.step for one in tops if one and one.step is not None and not one.tag and one.role != "tmp")
 
 
 def build_name(parsed: ParsedName) -> str:

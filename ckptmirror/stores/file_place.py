@@ -40,7 +40,7 @@ from ckptmirror.local.hang_guard import beat
 from ckptmirror.local.processes import lock_holders, named_processes
 from ckptmirror.stores.file_mounts import FSTAB, unmounted_point
 
-__all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "link_new"]
+__all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "link_new", "read_identity"]
 
 LOCK_FILE = ".ckptmirror.lock"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -356,6 +356,23 @@ class Place:
             except PermissionError:
                 with explained(f"file://{self._root.joinpath(*parts)}"):
                     raise
+
+
+def read_identity(directory: Path) -> str | None:
+    """Return the id of the mirror that is in a directory now; None if there is none. Creates nothing.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        identity = _read_id(descriptor)
+    finally:
+        os.close(descriptor)
+    return identity.decode("ascii", "replace") if identity is not None else None
 
 
 def _read_id(root: int) -> bytes | None:

@@ -4,6 +4,8 @@ Rules:
 * Before the first call, it asks the store for its identity (``Store.identity``). If the root remembers another
   identity, the call fails with a temporary error. If the root remembers none, it first remembers this one, durably.
 * After that the store itself checks that it is still the same place.
+* If the root remembers none, and another node of the job sees a place under this URL, only that place is used
+  (``expect``): where the file system is not mounted there is an empty directory, or what somebody left in it.
 * A store that cannot have an identity is used as it is. A store in a local directory may get one later (it was
   read-only), so it is asked again at each call until it has one.
 """
@@ -11,15 +13,29 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
-from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.core.errors import StoreHangs, StoreTemporary
+from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
+from ckptmirror.stores.file_place import read_identity
 
-__all__ = ["SamePlaceStore"]
+__all__ = ["SamePlaceStore", "identity_now"]
 
 _Result = TypeVar("_Result")
+
+
+def identity_now(store: Store) -> str | None:
+    """Return the identity of the place that is there now; None if it has none, or does not answer. Creates nothing."""
+    directory = store.local_directory
+    if directory is None:
+        return None
+    try:
+        return hang_guard(directory).look(partial(read_identity, directory))
+    except (OSError, StoreHangs):  # the first contact says what broke there
+        return None
 
 
 class SamePlaceStore(StoreDecorator):
@@ -36,16 +52,36 @@ class SamePlaceStore(StoreDecorator):
         self._recall = recall
         self._remember = remember
         self._is_met = False
+        self._expected: tuple[str, str] | None = None
+
+    def expect(self, identity: str | None, where: str = "") -> None:
+        """Be only this place, as long as none is remembered.
+
+        Args:
+            identity: The place's; None: any place will do.
+            where: Who sees it: "node 1".
+        """
+        self._expected = (identity, where) if identity is not None else None
 
     def identity(self, expected: str | None = None) -> str | None:
-        return self._store.identity(expected if expected is not None else self._recall())
+        return self._look(expected if expected is not None else self._recall())
+
+    def _look(self, expected: str | None) -> str | None:
+        if expected is None and self._expected is not None:
+            identity, where = self._expected
+            if identity_now(self._store) != identity:
+                raise StoreTemporary(
+                    f"{self.url} is not the place here that {where} has under this URL: is it mounted?",
+                    hint="Mount it on every node. If you recreated the mirror on purpose, give it a new URL.",
+                )
+        return self._store.identity(expected)
 
     def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
         """Make the call once the store behind is known to be the right place."""
         del operation, name, size_bytes
         if not self._is_met:  # two threads may get here at once: the first identity counts for both
             expected = self._recall()
-            found = self._store.identity(expected)
+            found = self._look(expected)
             if expected is None and found is not None:
                 expected = self._remember(found)
             if found != expected:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, list_checkpoints
 from ckptmirror.core import names
 from ckptmirror.core.codec import attempts_from_bytes
 from ckptmirror.core.errors import (
@@ -134,6 +134,23 @@ def test_an_incomplete_save_is_skipped(tmp_path: Path) -> None:
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 1
+
+
+@pytest.mark.parametrize("kind", ["dcp", "model"])
+def test_what_a_save_lost_on_the_mirror_is_not_made_up_for_by_another_of_the_step(tmp_path: Path, kind: str) -> None:
+    mirror = tmp_path / "mirror"
+    saved_run(tmp_path / "first", (1, 2), f"file://{mirror}", kinds=(kind,))
+    (mirror / names.SaveName(2).extra(0)).unlink()
+    states = saved_run(tmp_path / "second", (2, 3), f"file://{mirror}", kinds=(kind,))
+    lines = [(line.step, line.standing) for line in list_checkpoints(f"file://{mirror}")]
+    assert lines == [(1, "current"), (2, "incomplete"), (2, "current"), (3, "current")]
+    (mirror / names.SaveName(3).meta).unlink()
+    with running(tmp_path / "third", f"file://{mirror}") as manager:
+        state = new_state(seed=4)
+        start = manager.resume(state)
+    assert start is not None
+    assert start.step == 2
+    assert same(everything(state), states[2])
 
 
 def test_i2_a_directory_that_no_meta_names_is_never_resumed(tmp_path: Path) -> None:

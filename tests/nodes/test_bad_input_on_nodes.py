@@ -139,14 +139,19 @@ def test_a_node_whose_clock_is_a_day_off_saves_mirrors_rotates_and_resumes_like_
     expect(Job(tmp_path, "ac").run(), 5, job.url, second[0])
 
 
+def put_nothing_at(place: Path) -> None:
+    """Let this process see an empty directory in the place of another, as if a file system was not mounted there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+    for arguments in (["--make-rprivate", "/"], ["--bind", f"{place.parent}/empty", str(place)]):
+        subprocess.run(["mount", *arguments], check=True)
+
+
 def without_mount(rank: int, base: str, nodes: str, lacking: int) -> list[str]:
     """Save once, where on the node of one rank something empty is in the mirror's place; return what went wrong."""
     root, mirror = Path(base) / nodes[rank], Path(base) / "mirror"
     if rank == lacking:
-        libc = ctypes.CDLL(None, use_errno=True)
-        assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
-        for arguments in (["--make-rprivate", "/"], ["--bind", f"{base}/empty", str(mirror)]):
-            subprocess.run(["mount", *arguments], check=True)
+        put_nothing_at(mirror)
     wrong: list[str] = []
     manager = CheckpointManager(root, [f"file://{mirror}"], kinds=("dcp",), timeout_s=WAIT_S)
     try:
@@ -154,9 +159,11 @@ def without_mount(rank: int, base: str, nodes: str, lacking: int) -> list[str]:
         manager.resume(state)
         train(state, rank, 9)
         manager.save(9, state).wait("committed", timeout_s=WAIT_S)
-        with suppress(WaitTimeout):
-            manager.wait("mirrored", timeout_s=ALONE_S)
-        wrong += [why for line in manager.status().saves for why in line.waiting.values()]
+        waits_for, deadline = "is it mounted?" if rank == lacking else "has still to upload", time.monotonic() + WAIT_S
+        while not any(waits_for in why for why in wrong) and time.monotonic() < deadline:
+            with suppress(WaitTimeout):
+                manager.wait("mirrored", timeout_s=ALONE_S)
+            wrong = [why for line in manager.status().saves for why in line.waiting.values()]
     except CkptMirrorError as error:
         wrong.append(str(error))
     with suppress(CkptMirrorError):
@@ -189,6 +196,40 @@ def test_a_new_first_node_on_which_the_mirror_is_not_mounted_does_not_take_what_
     for wrong in run_ranks(2, without_mount, str(tmp_path), "cb", 0, limit_s=WAIT_S):
         assert "is it mounted?" in wrong[0]
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_nor_do_nodes_that_are_all_new(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    job = Job(tmp_path, "ab", (1,))
+    saved = job.run()
+    for wrong in run_ranks(2, without_mount, str(tmp_path), "cd", 0, limit_s=WAIT_S):
+        assert "is not the place here that node 1 has under this URL: is it mounted?" in wrong[0]
+    assert list((tmp_path / "empty").iterdir()) == []
+    expect(Job(tmp_path, "ef").run(), 1, job.url, saved[0])
+
+
+def resume_beside(rank: int, base: str, lacking: int) -> tuple[str, ...]:
+    """Resume where the persistent directory is not mounted on the node of one rank; return what was said."""
+    if rank == lacking:
+        put_nothing_at(Path(base) / "nfs")
+    manager = CheckpointManager(Path(base) / "ab"[rank], persistent_dir=Path(base) / "nfs" / "kept", timeout_s=WAIT_S)
+    with manager:
+        info = manager.resume(built("fsdp"))
+    assert info is not None
+    return info.passed_over
+
+
+@pytest.mark.usefixtures("may_mount")
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_node_on_which_the_persistent_directory_is_not_mounted_is_named(lacking: int, tmp_path: Path) -> None:
+    for name in ("empty", "nfs/kept"):
+        (tmp_path / name).mkdir(parents=True)
+    Job(tmp_path, "ab", (1,), mirrored=False).run()
+    for said in run_ranks(2, resume_beside, str(tmp_path), lacking, limit_s=WAIT_S):
+        assert said == (
+            f"{tmp_path}/nfs/kept, which did not exist on node {lacking}, was created: is a mount missing?",
+        )
 
 
 def test_nodes_that_know_two_places_under_one_url_are_refused(tmp_path: Path) -> None:

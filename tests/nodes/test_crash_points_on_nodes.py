@@ -17,9 +17,9 @@ from tests.nodes.jobs import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-POINTS = (250, 181)  # by node: fewer than two saves and their upload pass there
-SLICE = (3, 45, 90, 180)
-CASES = [(node, point) for node, points in enumerate(POINTS) for point in (range(1, points) if FULL else SLICE)]
+POINTS = (316, 210)  # by node: fewer than two saves and their upload pass there; node 0 writes the meta of all at 307
+SLICE = ((45, 180, 270, 310), (3, 45, 90, 180))
+CASES = [(node, point) for node in (0, 1) for point in (range(1, POINTS[node]) if FULL else SLICE[node])]
 
 
 @pytest.mark.parametrize(("dies", "point"), CASES)

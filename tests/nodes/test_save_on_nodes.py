@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckptmirror import CheckpointManager, TrainState, list_checkpoints, load_checkpoint
-from ckptmirror.core import events
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import ALL_NODES, Kind
 from ckptmirror.flow.fetch.stage import stage_save
@@ -131,6 +131,8 @@ def test_nodes_save_together_and_the_last_to_upload_commits(
     for place in places.values():  # what nodes keep by a metric must be the same saves
         parts = local_catalog(place.root).parts.values()
         assert [dict(meta.metrics) for meta in parts] == [{"loss": 0.0}] * 2
+        newest = names.parse_name((place.root / names.LATEST_NAME).resolve(strict=True).name)
+        assert (newest and newest.step) == 2
     first.upload(limit=60)
     assert not any(isinstance(one, events.MirrorUnreachable) for one in first.events)  # it waits for the other node
     assert mirror_catalog(first.mirrors[0]).saves == {}

@@ -28,7 +28,7 @@ from ckptmirror.core.codec import meta_to_bytes
 from ckptmirror.core.crc import combine_blocks
 from ckptmirror.core.events import EventBus
 from ckptmirror.core.lifecycle import RecordState
-from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Artifact, Digest, Meta, new_id
+from ckptmirror.core.model import MIN_BLOCK_SIZE_BYTES, Artifact, Attempt, Digest, Meta, new_id
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.decide import Wish
 from ckptmirror.core.start.evidence import DISK
@@ -108,6 +108,24 @@ def artifacts_of(shape: Shape, node: int, step: int, tag: str = "") -> tuple[Art
     return tuple(sorted(found, key=lambda one: one.path))
 
 
+def part_of(shape: Shape, node: int, step: int, run_id: str, attempt: Attempt, save_id: str) -> Meta:
+    """Return one node's meta of a save of kind ``dcp``."""
+    return Meta(
+        run_id=run_id,
+        attempt=attempt,
+        step=step,
+        save_id=save_id,
+        save_number=step,
+        kinds=("dcp",),
+        world_size=shape.ranks,
+        nodes=shape.nodes,
+        node=node,
+        artifacts=artifacts_of(shape, node, step),
+        training_config={"lr": 3e-4, "layers": 96},
+        architecture_hash="a0" * 16,
+    )
+
+
 @dataclass
 class Place:
     """One node.
@@ -163,7 +181,6 @@ class Job:
     seed: int = 7
     clock: HandClock = field(default_factory=HandClock)
     places: list[Place] = field(default_factory=list)
-    metas: list[Meta] = field(default_factory=list)
     started: int = 0
     saved: int = 0
 
@@ -309,24 +326,8 @@ class Job:
         save_id, step = new_id(), 100 * self.saved
         first = self.places[0].node.claim
         assert first is not None
-        self.metas = []
-        for number, place in enumerate(self.places):
-            meta = Meta(
-                run_id=first.run_id,
-                attempt=first.attempt,
-                step=step,
-                save_id=save_id,
-                save_number=self.saved,
-                kinds=("dcp",),
-                world_size=self.shape.ranks,
-                nodes=self.shape.nodes,
-                node=number,
-                artifacts=artifacts_of(self.shape, number, step),
-                training_config={"lr": 3e-4, "layers": 96},
-                architecture_hash="a0" * 16,
-            )
-            self._write(place, meta)
-            self.metas.append(meta)
+        for node, place in enumerate(self.places):
+            self._write(place, part_of(self.shape, node, step, first.run_id, first.attempt, save_id))
         for place in self.places:  # the rotation thread is woken by each commit
             self._rotate(place)
         self._pass(*self.places)

@@ -14,10 +14,10 @@ from typing import Any
 
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.meta_merging import merge_parts
-from ckptmirror.core.model import Meta
+from ckptmirror.core.model import Attempt, new_id
 from ckptmirror.flow.upload import meta as meta_module
 from tests.scale.channel import Exchange, Traffic, traffic_of, whole_traffic
-from tests.scale.job import Job, Shape, artifacts_of
+from tests.scale.job import Job, Shape, artifacts_of, part_of, peak_bytes
 from tests.scale.service import Asked
 
 _SAMPLE_NODES = 8
@@ -48,15 +48,21 @@ class Documents:
     """The metas of one save.
 
     Attributes:
+        nodes: How many save.
+        ranks: All of theirs.
         part_bytes: Of one node.
         meta_bytes: Of all.
         merge_s: CPU time to read all parts, to merge them, and to write the meta.
+        memory_bytes: What that needs at most.
         read_s: CPU time to read the meta.
     """
 
+    nodes: int
+    ranks: int
     part_bytes: int
     meta_bytes: int
     merge_s: float
+    memory_bytes: int
     read_s: float
 
 
@@ -98,7 +104,6 @@ def measure(shape: Shape, base: Path, heard: Sequence[Exchange]) -> Measured:
         save = job.save()
         second = job.service.most_at_second("write"), job.service.most_at_second("read")
         hottest = job.service.fastest_change()
-        documents = _measured_documents(job.metas)
         job.close()
         others = job.open()
         peak = job.facts_peak_bytes(others)
@@ -119,7 +124,7 @@ def measure(shape: Shape, base: Path, heard: Sequence[Exchange]) -> Measured:
         save,
         *second,
         hottest,
-        documents,
+        measure_documents(shape),
         from_disks,
         from_mirror,
         whole_traffic(of_save),
@@ -159,14 +164,21 @@ def _sizes(shape: Shape, facts_bytes: Sequence[int], proposal_bytes: int) -> dic
     }
 
 
-def _measured_documents(parts: Sequence[Meta]) -> Documents:
-    """Encode, merge and decode the parts of a save."""
-    data = [meta_to_bytes(part) for part in parts]
+def measure_documents(shape: Shape) -> Documents:
+    """Encode, merge and decode the parts of a save. For that, no job has to run."""
+    run_id, attempt, save_id = new_id(), Attempt(new_id(), 0, None), new_id()
+    data = [meta_to_bytes(part_of(shape, node, 100, run_id, attempt, save_id)) for node in range(shape.nodes)]
+
+    def merge() -> bytes:
+        return meta_to_bytes(merge_parts([meta_from_bytes(one) for one in data]))
+
+    memory_bytes = peak_bytes(merge)
     started = time.process_time()
-    merged = meta_to_bytes(merge_parts([meta_from_bytes(one) for one in data]))
+    merged = merge()
     ended = time.process_time()
     meta_from_bytes(merged)
-    return Documents(max(map(len, data)), len(merged), ended - started, time.process_time() - ended)
+    read_s = time.process_time() - ended
+    return Documents(shape.nodes, shape.ranks, max(map(len, data)), len(merged), ended - started, memory_bytes, read_s)
 
 
 @contextmanager

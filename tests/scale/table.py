@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
 from tests.scale.connections import count_open_files
 from tests.scale.dcp_pieces import TENSORS, measure_pieces
-from tests.scale.job import SHARD_BYTES
-from tests.scale.measure import Measured
+from tests.scale.job import SHARD_BYTES, Shape
+from tests.scale.measure import Documents, Measured
 
-_Column = tuple[str, Callable[[Measured], str]]
+_Row = TypeVar("_Row")
+_Columns = Sequence[tuple[str, Callable[[_Row], str]]]
 
 
 def size_text(size_bytes: float) -> str:
@@ -26,12 +28,12 @@ def _count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def _state_at_limit_bytes(one: Measured) -> float:
+def _state_at_limit_bytes(one: Documents) -> float:
     """How large the state of all ranks is when the meta reaches its limit."""
-    return META_LIMIT_BYTES / one.documents.meta_bytes * one.ranks * SHARD_BYTES
+    return META_LIMIT_BYTES / one.meta_bytes * one.ranks * SHARD_BYTES
 
 
-SAVE: Sequence[_Column] = (
+SAVE: _Columns[Measured] = (
     ("nodes", lambda one: _count(one.nodes)),
     ("writes", lambda one: _count(one.save.writes)),
     ("reads", lambda one: _count(one.save.reads)),
@@ -43,7 +45,7 @@ SAVE: Sequence[_Column] = (
     ("most reads/s", lambda one: _count(one.save_reads_at_second)),
     ("changes of one object/s", lambda one: _count(one.fastest_change[1])),
 )
-START: Sequence[_Column] = (
+START: _Columns[Measured] = (
     ("nodes", lambda one: _count(one.nodes)),
     ("writes", lambda one: _count(one.from_disks.asked.writes)),
     ("reads", lambda one: _count(one.from_disks.asked.reads)),
@@ -55,7 +57,7 @@ START: Sequence[_Column] = (
     ("leader's CPU", lambda one: f"{one.from_disks.choice_s:.2g} s"),
     ("from the mirror: reads to bring all", lambda one: _count(one.from_mirror.brought.reads)),
 )
-RANKS: Sequence[_Column] = (
+RANKS: _Columns[Measured] = (
     ("nodes", lambda one: _count(one.nodes)),
     ("a save: messages", lambda one: _count(one.save_traffic.messages)),
     ("rank 0 receives", lambda one: size_text(one.save_traffic.received_bytes)),
@@ -66,19 +68,21 @@ RANKS: Sequence[_Column] = (
     ("rank 0 sends ", lambda one: size_text(one.start_traffic.sent_bytes)),
     ("largest answer", lambda one: size_text(one.start_traffic.answer_bytes)),
 )
-METAS: Sequence[_Column] = (
+METAS: _Columns[Documents] = (
     ("nodes", lambda one: _count(one.nodes)),
-    ("part of a node", lambda one: size_text(one.documents.part_bytes)),
-    ("meta of all", lambda one: size_text(one.documents.meta_bytes)),
-    ("read the parts, merge, write", lambda one: f"{one.documents.merge_s:.2g} s"),
-    ("read the meta", lambda one: f"{one.documents.read_s:.2g} s"),
+    ("part of a node", lambda one: size_text(one.part_bytes)),
+    ("meta of all", lambda one: size_text(one.meta_bytes)),
+    ("read the parts, merge, write", lambda one: f"{one.merge_s:.2g} s"),
+    ("memory for that", lambda one: size_text(one.memory_bytes)),
+    ("read the meta", lambda one: f"{one.read_s:.2g} s"),
     ("state of a meta of 64 MiB", lambda one: f"{_state_at_limit_bytes(one) / (1 << 40):.2g} TiB"),
 )
 
 
-def limits(ranks_of: Sequence[tuple[int, int]]) -> str:
-    """What does not need the job to run: open files, and DCP's ``.metadata``; for each number of nodes and ranks."""
+def limits(shapes: Sequence[Shape]) -> str:
+    """What needs no running job: open files, and DCP's ``.metadata``; for each number of nodes and ranks."""
     pieces = measure_pieces()
+    ranks_of = [(shape.nodes, shape.ranks) for shape in shapes]
     (eager, _), (first, other) = count_open_files(lazy=False), count_open_files(lazy=True)
     files = [
         ["nodes", "open files of a rank", "with TORCH_GLOO_LAZY_INIT=1: of rank 0", "of another rank"],
@@ -99,13 +103,15 @@ def limits(ranks_of: Sequence[tuple[int, int]]) -> str:
     return f"Connections\n\n{_rows(files)}\n\nDCP's metadata\n\n{_rows(metadata)}"
 
 
-def tables(measured: Sequence[Measured]) -> str:
+def tables(measured: Sequence[Measured], documents: Sequence[Documents]) -> str:
     """All tables, in Markdown."""
-    named = (("A save", SAVE), ("A start from the disks", START), ("Between ranks", RANKS), ("Metas", METAS))
-    return "\n\n".join(f"{name}\n\n{_table(columns, measured)}" for name, columns in named)
+    named = (("A save", SAVE), ("A start from the disks", START), ("Between ranks", RANKS))
+    several = [one for one in measured if one.nodes > 1]  # the exchanges were recorded between nodes
+    found = [f"{n}\n\n{_table(columns, several if columns is RANKS else measured)}" for n, columns in named if measured]
+    return "\n\n".join([*found, f"Metas\n\n{_table(METAS, documents)}"])
 
 
-def _table(columns: Sequence[_Column], measured: Sequence[Measured]) -> str:
+def _table(columns: _Columns[_Row], measured: Sequence[_Row]) -> str:
     return _rows([[name.strip() for name, _ in columns], *([text(one) for _, text in columns] for one in measured)])
 
 

@@ -44,7 +44,7 @@ from ckptmirror.stores import normalise_url, open_store
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
 from ckptmirror.stores.retrying import OnWait
-from ckptmirror.stores.same_place import SamePlaceStore
+from ckptmirror.stores.same_place import SamePlaceStore, identity_now
 
 __all__ = [
     "Mirror",
@@ -55,12 +55,14 @@ __all__ = [
     "close_mirrors",
     "counting",
     "counting_rows",
+    "expect_places",
     "known_mirrors",
     "mirror_specs",
     "open_mirrors",
     "opened_mirror",
     "remember_places",
     "remembered_places",
+    "seen_places",
     "set_mirrors",
     "stop_retrying",
     "waiting_for_removed",
@@ -318,6 +320,26 @@ def remember_places(root: Path, table: UploadsTable, places: Mapping[str, str]) 
                 f"{url} is not the place that another node of this job knows under this URL.",
                 hint="Mount it on every node. If you recreated the mirror on purpose, give it a new URL.",
             )
+
+
+def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str]:
+    """Return the identity of the place that each mirror is now, by URL. Creates none."""
+    seen = {mirror.url: identity_now(mirror.store) for mirror in mirrors}
+    return {url: identity for url, identity in seen.items() if identity is not None}
+
+
+def expect_places(mirrors: Iterable[Mirror], seen_by: Sequence[Mapping[str, str]]) -> None:
+    """Take no place for a mirror that nobody remembers, if a node sees another one there.
+
+    Args:
+        mirrors: The mirrors of the first node.
+        seen_by: What each other node sees (``seen_places``), from node 1 on.
+    """
+    for mirror in mirrors:
+        here, of_nodes = identity_now(mirror.store), enumerate((seen.get(mirror.url) for seen in seen_by), 1)
+        number, there = next(((n, one) for n, one in of_nodes if one not in (None, here)), (0, None))
+        if isinstance(mirror.store, SamePlaceStore):
+            mirror.store.expect(there, f"node {number}")
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:

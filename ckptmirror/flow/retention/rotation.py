@@ -373,7 +373,8 @@ def _newest(statuses: Sequence[SaveStatus], metas: Mapping[str, Meta]) -> Meta |
 def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bool:
     """Move ``latest`` off the doomed save; return False if a full disk has no room for a new link yet."""
     link = root / names.LATEST_NAME
-    if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in top_names(doomed.artifacts)]:
+    goes = [*top_names(doomed.artifacts), names.SaveName(doomed.step, doomed.tag).meta]
+    if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in goes]:
         return True
     if newest is not None and newest.save_id != doomed.save_id:
         try:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
@@ -68,11 +67,7 @@ _log = logging.getLogger("ckptmirror.commit")
 
 def free_tag(root: Path, step: int, save_id: str) -> str:
     """Choose the tag of a new save's names: "" if the step's plain names are free, else 8 digits of the save id."""
-    for entry in os.scandir(root):
-        parsed = names.parse_name(entry.name)
-        if parsed is not None and parsed.role != "tmp" and parsed.step == step and not parsed.tag:
-            return save_id[:8]
-    return ""
+    return save_id[:8] if step in names.plain_steps(path.name for path in root.iterdir()) else ""
 
 
 def commit_save(root: Path, table: UploadsTable, mirrors: Sequence[MirrorSpec], meta: Meta) -> None:
@@ -233,9 +228,9 @@ def in_order_of_upload(meta: Meta) -> list[Artifact]:
 
 
 def latest_target(meta: Meta) -> str:
-    """Return what ``latest`` points at: the DCP directory, else the model file."""
-    name = names.SaveName(meta.step, meta.tag)
-    return name.dcp_dir if "dcp" in meta.kinds else name.model
+    """Return what ``latest`` points at: the DCP directory, or the model file; where a node has neither, the meta."""
+    name, here = names.SaveName(meta.step, meta.tag), top_names(meta.artifacts)
+    return next((one for one in (name.dcp_dir, name.model) if one in here), name.meta)
 
 
 def made_by(meta: Meta) -> dict[str, tuple[int | None, int | None]]:

@@ -399,7 +399,8 @@ class Saver:
         failure = copied if isinstance(copied, BaseException) else None
         try:
             if self._ranks.is_leader and failure is None:
-                free = not free_tag(self.root, request.step, save_id)
+                is_taken = self._leader is not None and request.step in self._leader.taken_steps
+                free = not (is_taken or free_tag(self.root, request.step, save_id))
         except OSError as error:
             failure = LocalStorageUnwritable(f"{self.root} cannot be listed: {error.strerror}.")
         plan = Plan(

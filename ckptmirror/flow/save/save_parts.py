@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -81,7 +81,10 @@ def _ignore(*_: object) -> None:
 
 @dataclass
 class LeaderSide:
-    """What only the node's leader has: the table, callbacks for its saves, and the function that rebuilds the table."""
+    """What only the node's leader has: the table, callbacks for its saves, and the function that rebuilds the table.
+
+    And the steps of which a mirror had a plain name at the start.
+    """
 
     table: UploadsTable
     mirrors: Sequence[MirrorSpec]
@@ -90,6 +93,7 @@ class LeaderSide:
     recreate_table: Callable[[CkptMirrorError], None] = _give_up
     on_skipped: Callable[[int, str], None] = _ignore
     on_failed: Callable[[], None] = _ignore
+    taken_steps: Collection[int] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptmirror.core import events
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import (
     BrokenMeta,
     CheckpointNotFound,
@@ -141,6 +141,7 @@ class Bringer:
         self._persistent = node.look_at_persistent()
         for disk in others:
             node.remember_places(disk.places)  # before a mirror is asked
+        node.expect_places(others)
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()
         self._report_silent()
@@ -149,10 +150,10 @@ class Bringer:
         node = self._node
         own = node.look_at_disk()
         own = replace(own, catalog=own.catalog.without(self._without)) if self._without else own
-        disks = [own, *self._others]
+        self._disks = [own, *self._others]
         kept, together = self._persistent, self._puts_together
         seen = survey(
-            disks,
+            self._disks,
             node.mirrors,
             persistent=kept,
             cache=self._cache,
@@ -177,10 +178,13 @@ class Bringer:
             if not row.answers and error is not None:
                 refused = row.reach is Reach.REFUSED
                 self._bus.emit(events.MirrorUnreachable(mirror=row.place, reason=row.why, refused=refused))
-        if self._node.persistent_is_new and run_of(self.seen.evidence) is not None:
-            self._log_once(
-                Notice(f"{self._node.persistent_dir}, which did not exist and was created: is a mount missing?")
-            )
+        is_new = (self._node.persistent_is_new, *(disk.persistent_is_new for disk in self._others))
+        for number, created in enumerate(is_new):
+            if created and run_of(self.seen.evidence) is not None:
+                where = f" on node {number}" if self._others else ""
+                self._log_once(
+                    Notice(f"{self._node.persistent_dir}, which did not exist{where}, was created: is a mount missing?")
+                )
 
     @property
     def abandoned(self) -> dict[str, str]:
@@ -194,6 +198,17 @@ class Bringer:
     def whole(self) -> frozenset[str]:
         """The ids of the saves that the disks of this job have whole, alone or together."""
         return frozenset(copy.save.save_id for copy in self.seen.evidence.disk.copies)
+
+    @property
+    def taken_steps(self) -> frozenset[int]:
+        """The steps of which a mirror has a name without a tag."""
+        catalogs = [one.catalog for one in self.seen.seen.values() if one.catalog is not None]
+        return frozenset().union(*(names.plain_steps(one.others) for one in catalogs))
+
+    @property
+    def failed(self) -> tuple[frozenset[str], ...]:
+        """The ids of the saves that each node last failed to send."""
+        return tuple(disk.failed for disk in self._disks)
 
     def torn(self, attempt: Attempt, proposal: Proposal) -> Torn:
         """Return the saves of which disks of this job have parts, and no disk of this job has the rest.

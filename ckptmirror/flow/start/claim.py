@@ -61,6 +61,7 @@ from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_o
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.start.disk_facts import look_at_disk
+from ckptmirror.flow.start.patience import Patience
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local import files
 from ckptmirror.local.root_id import RootId, note_job, read_root_id
@@ -93,15 +94,16 @@ class _Places:
         self._mirrors = mirrors
         self._cache = cache
         self._identity = identity or (lambda: read_root_id(root))
-        self._last: tuple[tuple[int | str, ...], Survey] | None = None
+        self._last: tuple[dict[str, int | str], Survey] | None = None
+        self._patience = Patience()
 
     def survey(self) -> Survey:
         """Ask all places, unless no mirror's list has changed, and no verdict can change without that."""
-        lists = tuple(_list_of(mirror) for mirror in self._mirrors)
+        lists = self._patience.ask("list", self._mirrors, _list_of, str)
         if self._last is not None and self._last[0] == lists:
             return self._last[1]
         here = look_at_disk(self._root, self._table, self._identity())
-        seen = survey([here], self._mirrors, cache=self._cache)
+        seen = survey([here], self._mirrors, cache=self._cache, patience=self._patience)
         self._last = (lists, seen) if is_settled(seen.evidence) else None
         return seen
 

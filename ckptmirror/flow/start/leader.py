@@ -51,10 +51,12 @@ from ckptmirror.flow.places.mirrors import (
     close_mirrors,
     counting,
     counting_rows,
+    expect_places,
     known_mirrors,
     open_mirrors,
     remember_places,
     remembered_places,
+    seen_places,
     set_mirrors,
     stop_retrying,
 )
@@ -137,6 +139,7 @@ class Node:
         self._behind: frozenset[str] = frozenset()
         self._cannot_be_on: Mapping[str, tuple[str, ...]] = {}
         self._once_whole: Mapping[str, tuple[str, ...]] = {}
+        self.taken_steps: frozenset[int] = frozenset()
         self._abandoned: frozenset[str] = frozenset()
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
@@ -173,7 +176,9 @@ class Node:
 
     def look_at_disk(self) -> DiskFacts:
         """Return what this node knows of its disk."""
-        return replace(look_at_disk(self.root, self.table, keep_root_id(self.root)), places=self.places())
+        found = look_at_disk(self.root, self.table, keep_root_id(self.root))
+        seen = seen_places(self.mirrors)
+        return replace(found, places=self.places(), sees=seen, persistent_is_new=self.persistent_is_new)
 
     def places(self) -> dict[str, str]:
         """Return which place each mirror is, by URL, as far as this node remembers."""
@@ -182,6 +187,10 @@ class Node:
     def remember_places(self, places: Mapping[str, str]) -> None:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
         remember_places(self.root, self.table, places)
+
+    def expect_places(self, others: Sequence[DiskFacts]) -> None:
+        """Take no other place for a mirror than other nodes see there, unless this node remembers it."""
+        expect_places(self.mirrors, [disk.sees for disk in others])
 
     def look_at_persistent(self) -> Catalog | None:
         """Return what the persistent directory has, if there is one. This may wait for its file system."""
@@ -195,6 +204,7 @@ class Node:
         abandoned: Mapping[str, str] | None = None,
         torn: Torn = _NOTHING_TORN,
         whole: Collection[str] = (),
+        taken_steps: frozenset[int] = frozenset(),
     ) -> None:
         """Let uploads and rotation run for an attempt that has claimed the run.
 
@@ -204,7 +214,9 @@ class Node:
             torn: The saves of which this node may have a part, and no disk of this job the rest. Its part is uploaded,
                 but nothing waits for the parts of nodes that are not of this job.
             whole: The saves that the disks of this job have whole. What was left off a mirror until then is sent.
+            taken_steps: The steps of which a mirror has a plain name: saves of these have a tag.
         """
+        self.taken_steps = taken_steps
         self.claim = claim
         self._signs = set()
         self._torn, self._behind = torn.all, torn.behind

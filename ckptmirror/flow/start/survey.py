@@ -13,8 +13,8 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -60,7 +60,7 @@ from ckptmirror.flow.places.uncommitted import read_parts
 from ckptmirror.flow.retention.reconcile import REMOVED_REASON
 from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.start.disk_facts import DiskFacts
-from ckptmirror.local.daemon_pool import begin
+from ckptmirror.flow.start.patience import Patience
 from ckptmirror.local.root_id import RootId
 
 __all__ = ["Survey", "survey"]
@@ -113,6 +113,7 @@ def survey(
     cache: MetaCache | None = None,
     reads_parts: bool = False,
     shares: bool = False,
+    patience: Patience | None = None,
 ) -> Survey:
     """Ask every place.
 
@@ -125,15 +126,15 @@ def survey(
         reads_parts: Whether to read the parts on mirrors of nodes whose disks are not of this job, where its disks have
             the others.
         shares: Whether nodes share what one of them downloads.
+        patience: How long to wait for mirrors that are not required; None: for all as long as they are tried.
 
     Raises:
         LineageError: A place without a list holds saves of several runs.
         ConfigError: The disks of the nodes hold several runs.
         StorePermanent: A required mirror refuses for good: there is no such bucket.
     """
-    asked = {mirror.url: begin(partial(_ask, mirror, cache), "ckptmirror-survey") for mirror in mirrors}
-    wait(asked.values())
-    seen = {url: answer.result() for url, answer in asked.items()}
+    patience = patience if patience is not None else Patience(math.inf)
+    seen = patience.ask("saves", mirrors, partial(_ask, cache=cache), lambda error: Seen(error=error))
     if identity is None:
         own = [disk.identity for disk in disks]
         identity = RootId(identity_of([one.id for one in own]), all(one.is_first for one in own))

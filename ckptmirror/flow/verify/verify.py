@@ -70,6 +70,7 @@ class VerifiedSave:
         mend: The command that repairs it; empty if none is known, or nothing needs repair.
         whole_kinds: Its kinds of which no load needs a damaged file.
         tensors: What came of comparing the tensors of each kind with their fingerprints; None if that was not asked.
+        part: Which part of the save it is, "node 0's part"; empty if it is all of it.
     """
 
     place: str
@@ -83,6 +84,7 @@ class VerifiedSave:
     mend: str = ""
     whole_kinds: tuple[Kind, ...] = ()
     tensors: tuple[TensorsFound, ...] | None = None
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,7 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table, roo
         read_bytes=subject.read_bytes,
         mend=mend,
         whole_kinds=subject.whole_kinds(),
+        part=f"node {subject.meta.node}'s part" if subject.meta is not None and are_elsewhere(subject) else "",
     )
 
 
