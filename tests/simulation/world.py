@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckptmirror.core import names
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec
-from ckptmirror.flow.start import survey
+from ckptmirror.flow.start import patience
 from ckptmirror.local import crashpoints
 from ckptmirror.stores import memory, open_store
 from ckptmirror.stores.base import Capabilities, ObjectInfo, Store, Upload
@@ -66,11 +66,11 @@ def repeatable(seed: int) -> Iterator[None]:
     secrets.token_hex = lambda nbytes=None: ids.randbytes(nbytes or 32).hex()  # type: ignore[assignment]
     secrets.randbits = lambda k: ids.getrandbits(k)  # type: ignore[assignment]
     random.seed(seed)
-    real_begin, survey.begin = survey.begin, _at_once  # type: ignore[attr-defined]
+    real_begin, patience.begin = patience.begin, _at_once  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        survey.begin = real_begin  # type: ignore[attr-defined]
+        patience.begin = real_begin  # type: ignore[attr-defined]
         secrets.token_hex, secrets.randbits = real_hex, real_bits
         random.setstate(state)
 
