@@ -43,6 +43,7 @@ from ckptmirror.stores.file_mounts import FSTAB, unmounted_point
 __all__ = ["LOCK_FILE", "Place", "explained", "fsync_found", "fsync_names", "link_new", "read_identity"]
 
 LOCK_FILE = ".ckptmirror.lock"
+_ID = re.compile(b"[0-9a-f]{32}")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK_POLL_S = 0.02
 _MAX_DEPTH = 32
@@ -210,7 +211,7 @@ class Place:
             identity = _read_id(root)
         if self._id not in (None, identity):
             raise self._vanished("another mirror is in its place")
-        if identity is not None and re.fullmatch(b"[0-9a-f]{32}", identity):
+        if identity is not None and _ID.fullmatch(identity):
             self._id = identity
         elif make:
             raise StorePermanent(
@@ -362,7 +363,7 @@ def read_identity(directory: Path) -> str | None:
     """Return the id of the mirror that is in a directory now; None if there is none. Creates nothing.
 
     Raises:
-        OSError: The directory cannot be read.
+        OSError: The directory cannot be read, or its lock file holds no id.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -372,7 +373,9 @@ def read_identity(directory: Path) -> str | None:
         identity = _read_id(descriptor)
     finally:
         os.close(descriptor)
-    return identity.decode("ascii", "replace") if identity is not None else None
+    if identity is not None and not _ID.fullmatch(identity):
+        raise OSError(errno.EINVAL, f"{LOCK_FILE} holds no id")
+    return identity.decode() if identity is not None else None
 
 
 def _read_id(root: int) -> bytes | None:

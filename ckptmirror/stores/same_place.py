@@ -4,8 +4,8 @@ Rules:
 * Before the first call, it asks the store for its identity (``Store.identity``). If the root remembers another
   identity, the call fails with a temporary error. If the root remembers none, it first remembers this one, durably.
 * After that the store itself checks that it is still the same place.
-* If the root remembers none, and another node of the job sees a place under this URL, only that place is used
-  (``expect``): where the file system is not mounted there is an empty directory, or what somebody left in it.
+* If the root remembers none, it may be told which place another node of the job sees under this URL (``expect``), and
+  uses no other: where the file system is not mounted there is an empty directory, or what somebody left in it.
 * A store that cannot have an identity is used as it is. A store in a local directory may get one later (it was
   read-only), so it is asked again at each call until it has one.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ckptmirror.core.errors import StoreHangs, StoreTemporary
+from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
@@ -28,14 +28,18 @@ _Result = TypeVar("_Result")
 
 
 def identity_now(store: Store) -> str | None:
-    """Return the identity of the place that is there now; None if it has none, or does not answer. Creates nothing."""
+    """Return the identity of the place that is there now; None if it has none. Creates nothing.
+
+    Raises:
+        StoreTemporary: It cannot be read.
+    """
     directory = store.local_directory
     if directory is None:
         return None
     try:
         return hang_guard(directory).look(partial(read_identity, directory))
-    except (OSError, StoreHangs):  # the first contact says what broke there
-        return None
+    except OSError as error:
+        raise StoreTemporary(f"{store.url}: {error.strerror}.") from error
 
 
 class SamePlaceStore(StoreDecorator):
@@ -54,14 +58,13 @@ class SamePlaceStore(StoreDecorator):
         self._is_met = False
         self._expected: tuple[str, str] | None = None
 
-    def expect(self, identity: str | None, where: str = "") -> None:
+    def expect(self, place: tuple[str, str] | None) -> None:
         """Be only this place, as long as none is remembered.
 
         Args:
-            identity: The place's; None: any place will do.
-            where: Who sees it: "node 1".
+            place: Its identity, and who sees it: "node 1"; None: any place will do.
         """
-        self._expected = (identity, where) if identity is not None else None
+        self._expected = place
 
     def identity(self, expected: str | None = None) -> str | None:
         return self._look(expected if expected is not None else self._recall())

@@ -36,7 +36,7 @@ def the_meta_is_written_first() -> None:
             directories.rename_noreplace(root / names.tmp_name(name, meta.save_id), root / name, label="save.publish")
         directories.fsync_dir(root)
         this._table.release_save(meta.save_id)
-        directories.replace_link(root / names.LATEST_NAME, commit.latest_target(meta))
+        commit.point_latest(root, meta)
 
     plant(commit.SaveCommit, "publish", publish)
 

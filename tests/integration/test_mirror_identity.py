@@ -17,7 +17,15 @@ from ckptmirror.core.retention import Retention
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
-from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, check_places, open_mirrors
+from ckptmirror.flow.places.mirrors import (
+    Mirror,
+    MirrorSpec,
+    check_places,
+    expect_places,
+    open_mirrors,
+    seen_elsewhere,
+    seen_places,
+)
 from ckptmirror.flow.retention.durability import why_not_safe
 from ckptmirror.flow.retention.rotation import rotate_root
 from ckptmirror.flow.start.leader import Node
@@ -25,6 +33,7 @@ from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import open_store
+from ckptmirror.stores.file_place import LOCK_FILE
 from tests.kit.claiming import start_node
 from tests.kit.faults import flip_bit
 from tests.kit.faulty_store import FaultyStore, StoreFault
@@ -224,6 +233,28 @@ def test_the_first_process_to_meet_a_mirror_remembers_it_for_all(tmp_path: Path)
     with UploadsTable.open(tmp_path / "root" / names.TABLE_NAME) as table:
         table.set_mirrors([("file:///b", True)])
         assert table.mirror_identity("file:///a") == "11" * 16
+
+
+def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees(tmp_path: Path) -> None:
+    _, url = mirrored_root(tmp_path)
+    (tmp_path / "new" / names.CONTROL_DIR).mkdir(parents=True)
+    with UploadsTable.open(tmp_path / "new" / names.TABLE_NAME, create=True) as table:
+        mirrors = open_mirrors([MirrorSpec(url)], tmp_path / "new", table)
+        there = seen_places(mirrors)
+        unmount(tmp_path)
+        here = seen_places(mirrors)
+        assert (here[url], seen_elsewhere(there, [here, {}])) == (None, {})
+        expect_places(mirrors, seen_elsewhere(here, [here, there]))
+        for ask in (lambda: mirrors[0].store.stat("any"), mirrors[0].store.identity):
+            with pytest.raises(StoreTemporary, match=r"that node 2 has under this URL: is it mounted\?"):
+                ask()
+        assert list((tmp_path / "nfs").iterdir()) == []
+        (tmp_path / "nfs/run").mkdir()
+        (tmp_path / "nfs/run" / LOCK_FILE).write_text("no id")
+        assert seen_elsewhere(seen_places(mirrors), [there]) == {}  # its first contact says what is wrong
+        shutil.rmtree(tmp_path / "nfs")
+        (tmp_path / "nfs-unmounted").rename(tmp_path / "nfs")
+        assert mirrors[0].store.identity() == there[url]
 
 
 def test_i12_what_is_remembered_of_a_mirror_and_broke_is_not_taken_for_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from ckptmirror.flow.places.catalog import mirror_catalog
 from ckptmirror.flow.places.mirrors import Mirror, mirror_specs
 from ckptmirror.flow.retention.reconcile import add_missing_records
 from ckptmirror.flow.retention.rotation import RotationReport, rotate
-from ckptmirror.flow.save.commit import latest_target
+from ckptmirror.flow.save.commit import point_latest
 from ckptmirror.flow.upload.record import upload_claimed
 from ckptmirror.flow.upload.sending import UploadContext
 from ckptmirror.flow.verify.verify import Verification
@@ -87,7 +87,7 @@ class MirroredRoot:
         self.add(meta)
         if release:
             self.table.release_save(meta.save_id)
-            directories.replace_link(self.root / names.LATEST_NAME, latest_target(meta))
+            point_latest(self.root, meta)
         return meta
 
     def add(self, meta: Meta) -> None:

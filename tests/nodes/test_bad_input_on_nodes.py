@@ -209,6 +209,29 @@ def test_nor_do_nodes_that_are_all_new(tmp_path: Path) -> None:
     expect(Job(tmp_path, "ef").run(), 1, job.url, saved[0])
 
 
+def save_beside_optional(rank: int, base: str, nodes: str, lacking: tuple[int, ...]) -> int:
+    """Save once, with an optional mirror that is not mounted on some nodes; return the step."""
+    if rank in lacking:
+        put_nothing_at(Path(base) / "optional")
+    mirrors = [f"file://{base}/mirror", MirrorSpec(f"file://{base}/optional", required=False)]
+    state = built("fsdp")
+    with CheckpointManager(Path(base) / nodes[rank], mirrors, kinds=("dcp",), timeout_s=WAIT_S) as manager:
+        info = manager.resume(state)
+        step = 1 + (info.step if info is not None else 0)
+        train(state, rank, step)
+        manager.save(step, state).wait("mirrored", timeout_s=WAIT_S)
+    return step
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_new_nodes_take_nothing_for_an_optional_mirror_that_one_of_them_sees(tmp_path: Path) -> None:
+    for name in ("optional", "empty"):
+        (tmp_path / name).mkdir()
+    for step, (nodes, lacking) in enumerate([("abc", ()), ("def", (0, 2)), ("def", ())], 1):
+        assert run_ranks(3, save_beside_optional, str(tmp_path), nodes, lacking, limit_s=WAIT_S) == [step] * 3
+        assert list((tmp_path / "empty").iterdir()) == []
+
+
 def resume_beside(rank: int, base: str, lacking: int) -> tuple[str, ...]:
     """Resume where the persistent directory is not mounted on the node of one rank; return what was said."""
     if rank == lacking:

@@ -21,7 +21,7 @@ POINTS = (
     330,
     225,
 )  # by node: as many as two saves and their upload pass, of which the last come late on one node alone
-SURE = (270, 190)
+SURE = (270, 190)  # and so many always
 SLICE = ((45, 180, 270, 310), (3, 45, 90, 180))
 CASES = [(node, point) for node in (0, 1) for point in (range(1, POINTS[node]) if FULL else SLICE[node])]
 

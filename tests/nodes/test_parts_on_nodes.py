@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ckptmirror import CheckpointManager, Retention, TrainState, load_checkpoint, stage_checkpoint_step
 from ckptmirror.core import events
@@ -34,7 +33,7 @@ from tests.kit.faults import faulty, flip_bit
 from tests.kit.faulty_store import StoreFault
 from tests.kit.processes import run_ranks
 from tests.kit.training import same
-from tests.nodes.jobs import WAIT_S, Job, built, train, whole
+from tests.nodes.jobs import WAIT_S, Job, built, whole
 
 pytestmark = pytest.mark.long
 
@@ -213,40 +212,6 @@ def test_i1_a_part_that_gives_way_to_the_whole_save_is_here_or_the_whole_is_when
     assert run("verify", "--deep", tmp_path / "a").returncode == 0
     here = local_catalog(tmp_path / "a").with_parts()
     assert {meta.step for meta in here.whole.values()} >= {2}
-
-
-def save_once_more(rank: int, job: Job, unsent: bool) -> str:
-    """Save once, after the mirror has gone away if it is ``unsent``; else say why it does not get there."""
-    state, failed = built(job.wrapped), ""
-    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], timeout_s=WAIT_S)
-    info = manager.resume(state)
-    assert info is not None
-    dist.barrier()
-    if rank == 0 and unsent:
-        (job.base / "mirror").rename(job.base / "away")
-    dist.barrier()
-    train(state, rank, info.step + 1)
-    manager.save(info.step + 1, state).wait("committed", timeout_s=WAIT_S)
-    try:
-        manager.wait("committed" if unsent else "mirrored", timeout_s=WAIT_S)
-    except CkptMirrorError as error:
-        failed = str(error)
-    with contextlib.suppress(CkptMirrorError):
-        manager.close(timeout_s=0.0)
-    return failed
-
-
-def test_a_node_does_not_wait_for_what_another_one_failed_to_send(tmp_path: Path) -> None:
-    """A file lost a bit before it was uploaded, and no other copy of it exists: a person has to look, on that node."""
-    job = Job(tmp_path, "ab", (1,))
-    job.run()
-    job.run(partial(save_once_more, unsent=True))
-    (tmp_path / "away").rename(tmp_path / "mirror")
-    flip_bit(tmp_path / "b/optim_000002_rank1.pt")
-    assert drain(tmp_path / "b", timeout_s=WAIT_S).failed
-    first, second = job.run(partial(save_once_more, unsent=False))
-    assert first == ""
-    assert "1 upload failed for good" in second
 
 
 def test_the_parts_of_a_healthy_save_are_whole_when_every_byte_is_read_and_one_that_lost_a_bit_is_not(

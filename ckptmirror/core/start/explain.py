@@ -110,7 +110,7 @@ def not_answering(why: str, silent: Mapping[str, str], *, or_else: str = "") -> 
     gone = f"if it is gone for good, take it out of the run with `ckptmirror forget-mirror --url {quote(url)}`"
     text = f"{why}{'; '.join(f'{place} {phrase}' for place, phrase in silent.items())}."
     if all(phrase.startswith(_REFUSES) for phrase in silent.values()):
-        return NotAuthorised(text, hint=access_hint(silent))
+        return NotAuthorised(text, hint=access_hint(silent) + (f" Or {or_else}." if or_else else ""))
     verb = "it is configured again" if NOT_CONFIGURED in silent.values() else "it answers"
     return StoreTemporary(text, hint=f"Start again when {verb}, or {or_else or gone}.")
 

@@ -62,6 +62,7 @@ __all__ = [
     "opened_mirror",
     "remember_places",
     "remembered_places",
+    "seen_elsewhere",
     "seen_places",
     "set_mirrors",
     "stop_retrying",
@@ -322,24 +323,40 @@ def remember_places(root: Path, table: UploadsTable, places: Mapping[str, str]) 
             )
 
 
-def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str]:
-    """Return the identity of the place that each mirror is now, by URL. Creates none."""
-    seen = {mirror.url: identity_now(mirror.store) for mirror in mirrors}
-    return {url: identity for url, identity in seen.items() if identity is not None}
+def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str | None]:
+    """Return the identity of the place that each mirror is now, by URL; None if it is none yet. Creates none.
+
+    What cannot be read is left out: its first contact says what broke there.
+    """
+    seen = {}
+    for mirror in mirrors:
+        with contextlib.suppress(StoreTemporary):
+            seen[mirror.url] = identity_now(mirror.store)
+    return seen
 
 
-def expect_places(mirrors: Iterable[Mirror], seen_by: Sequence[Mapping[str, str]]) -> None:
-    """Take no place for a mirror that nobody remembers, if a node sees another one there.
+def seen_elsewhere(
+    here: Mapping[str, str | None], seen_by: Sequence[Mapping[str, str | None]]
+) -> dict[str, tuple[str, str]]:
+    """Return, by URL, the place that another node sees where the first node sees another, or none; and which node.
 
     Args:
-        mirrors: The mirrors of the first node.
-        seen_by: What each other node sees (``seen_places``), from node 1 on.
+        here: What the first node sees (``seen_places``).
+        seen_by: What each other node sees, from node 1 on.
     """
+    found: dict[str, tuple[str, str]] = {}
+    for number, seen in enumerate(seen_by, 1):
+        for url, there in seen.items():
+            if there is not None and url in here and here[url] != there:
+                found.setdefault(url, (there, f"node {number}"))
+    return found
+
+
+def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, tuple[str, str]]) -> None:
+    """Take no other place than these for a mirror that nobody remembers (``seen_elsewhere``)."""
     for mirror in mirrors:
-        here, of_nodes = identity_now(mirror.store), enumerate((seen.get(mirror.url) for seen in seen_by), 1)
-        number, there = next(((n, one) for n, one in of_nodes if one not in (None, here)), (0, None))
         if isinstance(mirror.store, SamePlaceStore):
-            mirror.store.expect(there, f"node {number}")
+            mirror.store.expect(places.get(mirror.url))
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:

@@ -52,7 +52,7 @@ from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, op
 from ckptmirror.flow.places.trash import empty_trash
 from ckptmirror.flow.retention.durability import is_skipped, save_safety, why_not_safe, why_not_same
 from ckptmirror.flow.retention.ownership import stray_in, why_not_ours
-from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, latest_target, stray_below
+from ckptmirror.flow.save.commit import NAMES_LOCK_NAME, claimed_by_others, point_latest, stray_below
 from ckptmirror.flow.save.emergency_files import delete_emergency, is_emergency, meta_paths
 from ckptmirror.flow.save.persistent_dir import names_in, snapshots_in, why_perhaps_elsewhere
 from ckptmirror.local import directories, files, trash
@@ -373,12 +373,11 @@ def _newest(statuses: Sequence[SaveStatus], metas: Mapping[str, Meta]) -> Meta |
 def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bool:
     """Move ``latest`` off the doomed save; return False if a full disk has no room for a new link yet."""
     link = root / names.LATEST_NAME
-    goes = [*top_names(doomed.artifacts), names.SaveName(doomed.step, doomed.tag).meta]
-    if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in goes]:
+    if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in top_names(doomed.artifacts)]:
         return True
     if newest is not None and newest.save_id != doomed.save_id:
         try:
-            directories.replace_link(link, latest_target(newest))
+            point_latest(root, newest)
         except LocalStorageFull as error:
             save_logger(_log, doomed).warning("%s still names step %d: %s", link, doomed.step, error)
             return False

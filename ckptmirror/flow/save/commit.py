@@ -51,9 +51,9 @@ __all__ = [
     "commit_save",
     "free_tag",
     "in_order_of_upload",
-    "latest_target",
     "made_by",
     "may_be_meta_of",
+    "point_latest",
     "remove_uncommitted",
     "stray_below",
 ]
@@ -146,7 +146,7 @@ class SaveCommit:
                 quote(str(root)),
             )
         try:
-            directories.replace_link(root / names.LATEST_NAME, latest_target(meta))
+            point_latest(root, meta)
         except (CkptMirrorError, OSError) as error:  # only a hint for people: the save exists without the link
             save_logger(_log, meta).warning(
                 "step %d is committed, but %s does not name it: %s", meta.step, names.LATEST_NAME, error
@@ -227,10 +227,17 @@ def in_order_of_upload(meta: Meta) -> list[Artifact]:
     return sorted(meta.artifacts, key=lambda artifact: meta.node != 0 and artifact.rank is None)
 
 
-def latest_target(meta: Meta) -> str:
-    """Return what ``latest`` points at: the DCP directory, or the model file; where a node has neither, the meta."""
+def point_latest(root: Path, meta: Meta) -> None:
+    """Point ``latest`` at the DCP directory, else at the model file. A node that has neither has no link.
+
+    Raises:
+        LocalStorageFull: There is no room for a link.
+        OSError: The link cannot be replaced.
+    """
     name, here = names.SaveName(meta.step, meta.tag), top_names(meta.artifacts)
-    return next((one for one in (name.dcp_dir, name.model) if one in here), name.meta)
+    target = next((one for one in (name.dcp_dir, name.model) if one in here), None)
+    if target is not None:
+        directories.replace_link(root / names.LATEST_NAME, target)
 
 
 def made_by(meta: Meta) -> dict[str, tuple[int | None, int | None]]:

@@ -49,6 +49,7 @@ from ckptmirror.flow.fetch.blocks import ObjectToRead, read_all
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache, local_catalog, objects_of
+from ckptmirror.flow.places.mirrors import seen_elsewhere, seen_places
 from ckptmirror.flow.retention.reconcile import forget_brought, note_brought, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -73,6 +74,7 @@ class Proposal:
         kept: The persistent directory and the snapshot's meta there, from which its parts come to the disks first.
         share_downloads: Whether what several nodes lack is fetched from the mirror by one of them, as rank 0 has it.
         places: Which place each mirror is, by URL, as the job's leader found it: for the other nodes to compare.
+        elsewhere: The places that other nodes see where the leader sees another: for all to use no other one.
         gathered: Whether each node gathers what its ranks read beside what is in its root.
         trusted: Whether a node's own files are taken as they are, for the vote to check. Otherwise each is first
             compared with its checksum, so that only those that are whole are used.
@@ -87,6 +89,7 @@ class Proposal:
     kept: tuple[str, Meta] | None = None
     share_downloads: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     gathered: bool = False
     trusted: bool = True
 
@@ -141,7 +144,8 @@ class Bringer:
         self._persistent = node.look_at_persistent()
         for disk in others:
             node.remember_places(disk.places)  # before a mirror is asked
-        node.expect_places(others)
+        self._elsewhere = seen_elsewhere(seen_places(node.mirrors), [disk.sees for disk in others])
+        node.expect_places(self._elsewhere)
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()
         self._report_silent()
@@ -150,10 +154,10 @@ class Bringer:
         node = self._node
         own = node.look_at_disk()
         own = replace(own, catalog=own.catalog.without(self._without)) if self._without else own
-        self._disks = [own, *self._others]
+        disks = [own, *self._others]
         kept, together = self._persistent, self._puts_together
         seen = survey(
-            self._disks,
+            disks,
             node.mirrors,
             persistent=kept,
             cache=self._cache,
@@ -205,11 +209,6 @@ class Bringer:
         catalogs = [one.catalog for one in self.seen.seen.values() if one.catalog is not None]
         return frozenset().union(*(names.plain_steps(one.others) for one in catalogs))
 
-    @property
-    def failed(self) -> tuple[frozenset[str], ...]:
-        """The ids of the saves that each node last failed to send."""
-        return tuple(disk.failed for disk in self._disks)
-
     def torn(self, attempt: Attempt, proposal: Proposal) -> Torn:
         """Return the saves of which disks of this job have parts, and no disk of this job has the rest.
 
@@ -248,7 +247,8 @@ class Bringer:
                 case Scratch():
                     self._chosen = move
                     run_id = run_of(self.seen.evidence) or self._new_run_id
-                    return Proposal(run_id, skipped=tuple(self._logged), places=self._node.places())
+                    skipped, places = tuple(self._logged), self._node.places()
+                    return Proposal(run_id, skipped=skipped, places=places, elsewhere=self._elsewhere)
                 case Try():
                     self._say_of_other_kinds(move)
                     for url, one in self._waiting(move.save.step) if self._wish.is_auto else ():
@@ -277,6 +277,7 @@ class Bringer:
             kept,
             self._node.share_downloads and move.place != ANYWHERE,
             self._node.places(),
+            self._elsewhere,
             gathered=True,
             trusted=move.place == DISK or (kept is not None and move.place != ANYWHERE),
         )

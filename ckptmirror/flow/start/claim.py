@@ -59,7 +59,7 @@ from ckptmirror.core.start.explain import with_root, with_what
 from ckptmirror.core.uncommitted import held_back_text, superseded_text
 from ckptmirror.flow.places.attempt_lists import attempts_here, check_run, not_one_run, note_met, read_mirror_attempts
 from ckptmirror.flow.places.catalog import MetaCache, rebuild_attempts
-from ckptmirror.flow.places.mirrors import Mirror
+from ckptmirror.flow.places.mirrors import Mirror, counting
 from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.patience import Patience
 from ckptmirror.flow.start.survey import Survey, survey
@@ -97,14 +97,18 @@ class _Places:
         self._last: tuple[dict[str, int | str], Survey] | None = None
         self._patience = Patience()
 
-    def survey(self) -> Survey:
-        """Ask all places, unless no mirror's list has changed, and no verdict can change without that."""
-        lists = self._patience.ask("list", self._mirrors, _list_of, str)
+    def survey(self, mirror: Mirror) -> Survey:
+        """Ask all places, for a commit on a mirror, unless no list has changed, and no verdict can change without that.
+
+        That mirror is waited for, and so are those that count; see :class:`Patience`.
+        """
+        awaited = {mirror.url, *counting((one.url, one.required) for one in self._mirrors)}
+        lists = self._patience.ask("list", self._mirrors, awaited, _list_of, str)
         if self._last is not None and self._last[0] == lists:
             return self._last[1]
         here = look_at_disk(self._root, self._table, self._identity())
-        seen = survey([here], self._mirrors, cache=self._cache, patience=self._patience)
-        self._last = (lists, seen) if is_settled(seen.evidence) else None
+        seen = survey([here], self._mirrors, cache=self._cache, patience=self._patience, awaited=awaited)
+        self._last = (lists, seen) if is_settled(seen.evidence) and not self._patience.is_late() else None
         return seen
 
     def check_earlier(self, mirror: Mirror, attempt: str, meta: Meta) -> None:
@@ -114,7 +118,7 @@ class _Places:
             NodeBehind: It would fence this attempt, which has committed nothing on the mirror yet; or see
                 :meth:`check_drained`, whose errors it raises, too.
         """
-        seen = self.survey()
+        seen = self.survey(mirror)
         if left_behind(seen.evidence, mirror.url, attempt, facts_of(meta)):
             raise NodeBehind(
                 f"Step {meta.step} is of an earlier attempt, and training did not continue from it: it waits "
@@ -317,7 +321,7 @@ class RunClaim:
                 return
             if is_part or mirror.url in self._may_commit:
                 return
-            seen = self._places.survey().evidence
+            seen = self._places.survey(mirror).evidence
             verdict = may_commit(seen, self.attempt.id)
             if verdict.may == "wait":
                 raise self._places.waiting(verdict)
@@ -443,7 +447,7 @@ class DrainConfirmation:
         there, generation = check_of_run(self._root, mirror)
         if meta is None:
             return
-        seen = self._places.survey()
+        seen = self._places.survey(mirror)
         row = seen.evidence.row(mirror.url)
         if there is not None and row is not None and any(one.save.save_id == meta.save_id for one in row.copies):
             return  # it is committed there already

@@ -42,10 +42,9 @@ class DiskFacts:
         metas_moved: What the table has of the past of metas, oldest first.
         metas_sent: The table's records of metas.
         verified_on: The mirrors that have something verified.
-        failed: The ids of the saves of which a file could not be sent when it was last tried, and not for a while.
         mirrors: The mirrors that the table knows.
         places: Which place each mirror is, by URL, as far as the root remembers.
-        sees: The same, as it looks now.
+        sees: The same, as it looks now; None: there is no mirror yet.
         persistent_is_new: Whether its start created the persistent directory.
         signs: How far its attempts got, by id.
     """
@@ -62,10 +61,9 @@ class DiskFacts:
     metas_moved: tuple[Transition, ...] = ()
     metas_sent: tuple[UploadRecord, ...] = ()
     verified_on: frozenset[str] = frozenset()
-    failed: frozenset[str] = frozenset()
     mirrors: tuple[MirrorRow, ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
-    sees: Mapping[str, str] = field(default_factory=dict)
+    sees: Mapping[str, str | None] = field(default_factory=dict)
     persistent_is_new: bool = False
     signs: Mapping[str, frozenset[Sign]] = field(default_factory=dict)
 
@@ -114,7 +112,6 @@ def look_at_disk(root: Path, table: UploadsTable | None, identity: RootId) -> Di
         metas_moved=tuple(moved for moved in table.history() if moved.path.startswith("meta_")),
         metas_sent=tuple(record for record in records if record.role == "meta"),
         verified_on=frozenset(record.mirror for record in records if record.state is RecordState.VERIFIED),
-        failed=frozenset(record.save_id for record in records if record.state is RecordState.FAILED),
         mirrors=tuple(table.mirrors()),
         signs=signs,
     )

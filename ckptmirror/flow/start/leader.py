@@ -188,9 +188,9 @@ class Node:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
         remember_places(self.root, self.table, places)
 
-    def expect_places(self, others: Sequence[DiskFacts]) -> None:
-        """Take no other place for a mirror than other nodes see there, unless this node remembers it."""
-        expect_places(self.mirrors, [disk.sees for disk in others])
+    def expect_places(self, places: Mapping[str, tuple[str, str]]) -> None:
+        """Take no other place for a mirror than these, unless this node remembers it: see ``SamePlaceStore.expect``."""
+        expect_places(self.mirrors, places)
 
     def look_at_persistent(self) -> Catalog | None:
         """Return what the persistent directory has, if there is one. This may wait for its file system."""

@@ -164,7 +164,7 @@ def resume_run(
             bus.emit(events.CommandChanged(step=info.step, save_id=info.save_id, changes="; ".join(info.changed)))
         renamed = mark or mark_of(proposal.meta.architecture_hash if proposal.meta is not None else None)
         unchanged = unchanged_check(state, live, info.step, ranks) if info is not None else None
-        return Resumed(info, proposal.run_id, attempt, claimed.torn_beside(ranks.node).all, renamed, unchanged)
+        return Resumed(info, proposal.run_id, attempt, claimed.torn.all, renamed, unchanged)
     raise Temporary(
         "Other attempts of this run keep starting, or saving, at the same time.",
         hint="Stop the others: one attempt of a run trains at a time.",
@@ -399,6 +399,7 @@ def _complete(
         nonlocal mine
         if node is not None:
             node.remember_places(proposal.places)
+            node.expect_places(proposal.elsewhere)
         mine = look()
         return bool(mine.lacks)
 
@@ -613,12 +614,6 @@ class _Claimed:
     torn: Torn
     whole: frozenset[str]
     taken_steps: frozenset[int]
-    failed: tuple[frozenset[str], ...]
-
-    def torn_beside(self, node: int) -> Torn:
-        """Return what a node does not wait for: what another one failed to send needs a person there, or its retry."""
-        elsewhere = frozenset().union(*self.failed[:node], *self.failed[node + 1 :])
-        return replace(self.torn, all=self.torn.all | (elsewhere - self.failed[node]))
 
 
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> _Claimed | None:
@@ -634,8 +629,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
             bringer.start_over(why)
             return ()
         torn = bringer.torn(own.attempt, proposal)
-        of_all = bringer.abandoned, torn, bringer.whole, bringer.taken_steps, bringer.failed
-        return _Claimed(own.record, own.unclaimed, *of_all)
+        return _Claimed(own.record, own.unclaimed, bringer.abandoned, torn, bringer.whole, bringer.taken_steps)
 
     made = _meet_until_done(ranks, make if bringer is not None else None, node, "claim the run")[0]
     if not isinstance(made, _Claimed):
@@ -647,10 +641,11 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
         claim = own
         if claim is None:
             node.remember_places(proposal.places)
+            node.expect_places(proposal.elsewhere)
             claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
             claim.join(made.unclaimed)
         forget_brought(node.root)
-        node.start(claim, made.abandoned, made.torn_beside(ranks.node), made.whole, made.taken_steps)
+        node.start(claim, made.abandoned, made.torn, made.whole, made.taken_steps)
 
     exchange_result(ranks, begin, what="record the claim")
     return made

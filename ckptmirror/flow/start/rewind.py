@@ -53,13 +53,12 @@ from ckptmirror.flow.fetch.blocks import FileToRead, read_all
 from ckptmirror.flow.places.attempt_lists import check_can_sign, trusted_attempts
 from ckptmirror.flow.places.mirrors import Mirror, MirrorSpec, close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.retention.reconcile import forget_brought
-from ckptmirror.flow.save.commit import latest_target
+from ckptmirror.flow.save.commit import point_latest
 from ckptmirror.flow.start.bring import Bringer, Proposal, keeps_part
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.disk_facts import look_at_disk
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
-from ckptmirror.local import directories
 from ckptmirror.local.root_id import read_root_id
 from ckptmirror.local.table_place import check_is_no_mirror, open_known_table
 from ckptmirror.local.uploads import UploadsTable
@@ -372,7 +371,7 @@ def _point_latest_at(root: Path, meta: Meta) -> None:
     if meta.kinds == ("emergency",):
         return
     try:
-        directories.replace_link(root / names.LATEST_NAME, latest_target(meta))
+        point_latest(root, meta)
     except (LocalStorageFull, OSError) as error:
         _log.warning("%s still names another step: %s", root / names.LATEST_NAME, error)
 

@@ -13,7 +13,6 @@ Rules:
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -114,6 +113,7 @@ def survey(
     reads_parts: bool = False,
     shares: bool = False,
     patience: Patience | None = None,
+    awaited: Collection[str] = (),
 ) -> Survey:
     """Ask every place.
 
@@ -126,15 +126,17 @@ def survey(
         reads_parts: Whether to read the parts on mirrors of nodes whose disks are not of this job, where its disks have
             the others.
         shares: Whether nodes share what one of them downloads.
-        patience: How long to wait for mirrors that are not required; None: for all as long as they are tried.
+        patience: How long to wait for mirrors; None: for all as long as they are tried.
+        awaited: Then the URLs of those that are waited for all the same.
 
     Raises:
         LineageError: A place without a list holds saves of several runs.
         ConfigError: The disks of the nodes hold several runs.
         StorePermanent: A required mirror refuses for good: there is no such bucket.
     """
-    patience = patience if patience is not None else Patience(math.inf)
-    seen = patience.ask("saves", mirrors, partial(_ask, cache=cache), lambda error: Seen(error=error))
+    if patience is None:
+        patience, awaited = Patience(), [mirror.url for mirror in mirrors]
+    seen = patience.ask("saves", mirrors, awaited, partial(_ask, cache=cache), lambda error: Seen(error=error))
     if identity is None:
         own = [disk.identity for disk in disks]
         identity = RootId(identity_of([one.id for one in own]), all(one.is_first for one in own))

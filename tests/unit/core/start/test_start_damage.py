@@ -16,6 +16,7 @@ from ckptmirror.core.errors import (
     Temporary,
     UsageError,
 )
+from ckptmirror.core.reach import Reach
 from ckptmirror.core.start.decide import Result, Wish
 from ckptmirror.core.start.evidence import ANYWHERE, Origin
 from tests.unit.core.start.builders import (
@@ -447,6 +448,11 @@ SNAPSHOTS = [
         "nor while an optional mirror is, unless a person says so",
         [disk(), mirror(M), silent(O), kept(left)],
         refuses(StoreTemporary, "file:///optional does not answer", f"policy='{left.id[:8]}'"),
+    ),
+    Case(
+        "also where it refuses the credentials",
+        [disk(), mirror(M), silent(O, reach=Reach.REFUSED), kept(left)],
+        refuses(NotAuthorised, "does not accept", f"policy='{left.id[:8]}'"),
     ),
     Case(
         "which names it",
