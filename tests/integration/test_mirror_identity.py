@@ -244,6 +244,8 @@ def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees
         unmount(tmp_path)
         here = seen_places(mirrors)
         assert (here[url], seen_elsewhere(there, [here, {}])) == (None, {})
+        for own, others in ((here, [there, {url: "1" * 32}]), (there, [{url: "1" * 32}])):
+            assert seen_elsewhere(own, others) == {url: ("", "another node")}
         expect_places(mirrors, seen_elsewhere(here, [here, there]))
         for ask in (lambda: mirrors[0].store.stat("any"), mirrors[0].store.identity):
             with pytest.raises(StoreTemporary, match=r"that node 2 has under this URL: is it mounted\?"):

@@ -338,17 +338,20 @@ def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str | None]:
 def seen_elsewhere(
     here: Mapping[str, str | None], seen_by: Sequence[Mapping[str, str | None]]
 ) -> dict[str, tuple[str, str]]:
-    """Return, by URL, the place that another node sees where the first node sees another, or none; and which node.
+    """Return, by URL, the place that nodes see where the first node sees none, and who; if they differ, no place ("").
 
     Args:
         here: What the first node sees (``seen_places``).
         seen_by: What each other node sees, from node 1 on.
     """
     found: dict[str, tuple[str, str]] = {}
-    for number, seen in enumerate(seen_by, 1):
-        for url, there in seen.items():
-            if there is not None and url in here and here[url] != there:
-                found.setdefault(url, (there, f"node {number}"))
+    for url, own in here.items():
+        there = {f"node {number}": seen[url] for number, seen in enumerate(seen_by, 1) if seen.get(url)}
+        if len({*there.values()} | {own} - {None}) > 1:
+            found[url] = "", "another node"  # nobody can tell which is the right one
+        elif own is None and there:
+            where, identity = next(iter(there.items()))
+            found[url] = str(identity), where
     return found
 
 
