@@ -375,13 +375,12 @@ def _point_latest_elsewhere(root: Path, doomed: Meta, newest: Meta | None) -> bo
     link = root / names.LATEST_NAME
     if not link.is_symlink() or link.readlink().parts[:1] not in [(name,) for name in top_names(doomed.artifacts)]:
         return True
-    if newest is not None and newest.save_id != doomed.save_id:
-        try:
-            point_latest(root, newest)
-        except LocalStorageFull as error:
-            save_logger(_log, doomed).warning("%s still names step %d: %s", link, doomed.step, error)
-            return False
-    else:
+    try:
+        has_moved = newest is not None and newest.save_id != doomed.save_id and point_latest(root, newest)
+    except LocalStorageFull as error:
+        save_logger(_log, doomed).warning("%s still names step %d: %s", link, doomed.step, error)
+        return False
+    if not has_moved:
         _discard(root, link)
         directories.fsync_dir(root)
     return True

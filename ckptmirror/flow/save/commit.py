@@ -227,8 +227,8 @@ def in_order_of_upload(meta: Meta) -> list[Artifact]:
     return sorted(meta.artifacts, key=lambda artifact: meta.node != 0 and artifact.rank is None)
 
 
-def point_latest(root: Path, meta: Meta) -> None:
-    """Point ``latest`` at the DCP directory, else at the model file. A node that has neither has no link.
+def point_latest(root: Path, meta: Meta) -> bool:
+    """Point ``latest`` at the DCP directory, else at the model file; return False if this node has neither.
 
     Raises:
         LocalStorageFull: There is no room for a link.
@@ -238,6 +238,7 @@ def point_latest(root: Path, meta: Meta) -> None:
     target = next((one for one in (name.dcp_dir, name.model) if one in here), None)
     if target is not None:
         directories.replace_link(root / names.LATEST_NAME, target)
+    return target is not None
 
 
 def made_by(meta: Meta) -> dict[str, tuple[int | None, int | None]]:
