@@ -14,6 +14,7 @@ import pytest
 from ckptmirror.core import events, names
 from ckptmirror.core.errors import BrokenTable, BucketNotFound, ConfigError, NotAuthorised, StoreTemporary
 from ckptmirror.core.retention import Retention
+from ckptmirror.core.start.mirror_places import seen_elsewhere
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
@@ -23,7 +24,6 @@ from ckptmirror.flow.places.mirrors import (
     check_places,
     expect_places,
     open_mirrors,
-    seen_elsewhere,
     seen_places,
 )
 from ckptmirror.flow.retention.durability import why_not_safe

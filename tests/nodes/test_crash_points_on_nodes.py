@@ -17,11 +17,9 @@ from tests.nodes.jobs import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
-POINTS = (
-    330,
-    225,
-)  # by node: as many as two saves and their upload pass, of which the last come late on one node alone
-SURE = (270, 190)  # and so many always
+# By node: as many points as two saves and their upload may pass, and as many as they always do. Either node may write
+# the meta of all.
+POINTS, SURE = (330, 225), (270, 190)
 SLICE = ((45, 180, 270, 310), (3, 45, 90, 180))
 CASES = [(node, point) for node in (0, 1) for point in (range(1, POINTS[node]) if FULL else SLICE[node])]
 

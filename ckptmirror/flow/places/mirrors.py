@@ -62,7 +62,6 @@ __all__ = [
     "opened_mirror",
     "remember_places",
     "remembered_places",
-    "seen_elsewhere",
     "seen_places",
     "set_mirrors",
     "stop_retrying",
@@ -335,28 +334,8 @@ def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str | None]:
     return seen
 
 
-def seen_elsewhere(
-    here: Mapping[str, str | None], seen_by: Sequence[Mapping[str, str | None]]
-) -> dict[str, tuple[str, str]]:
-    """Return, by URL, the place that nodes see where the first node sees none, and who; if they differ, no place ("").
-
-    Args:
-        here: What the first node sees (``seen_places``).
-        seen_by: What each other node sees, from node 1 on.
-    """
-    found: dict[str, tuple[str, str]] = {}
-    for url, own in here.items():
-        there = {f"node {number}": seen[url] for number, seen in enumerate(seen_by, 1) if seen.get(url)}
-        if len({*there.values()} | {own} - {None}) > 1:
-            found[url] = "", "another node"  # nobody can tell which is the right one
-        elif own is None and there:
-            where, identity = next(iter(there.items()))
-            found[url] = str(identity), where
-    return found
-
-
 def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, tuple[str, str]]) -> None:
-    """Take no other place than these for a mirror that nobody remembers (``seen_elsewhere``)."""
+    """Take no other place than these for a mirror that nobody remembers (``core.start.mirror_places``)."""
     for mirror in mirrors:
         if isinstance(mirror.store, SamePlaceStore):
             mirror.store.expect(places.get(mirror.url))

@@ -42,6 +42,7 @@ from ckptmirror.core.start.decide import (
 from ckptmirror.core.start.disks import Torn, never_whole, torn
 from ckptmirror.core.start.evidence import ANYWHERE, DISK
 from ckptmirror.core.start.explain import Notice, goes_on, with_root
+from ckptmirror.core.start.mirror_places import seen_elsewhere
 from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
 from ckptmirror.core.tensor_lists import is_proof
 from ckptmirror.core.uncommitted import PartsThere, parts_there
@@ -49,7 +50,7 @@ from ckptmirror.flow.fetch.blocks import ObjectToRead, read_all
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache, local_catalog, objects_of
-from ckptmirror.flow.places.mirrors import seen_elsewhere, seen_places
+from ckptmirror.flow.places.mirrors import seen_places
 from ckptmirror.flow.retention.reconcile import forget_brought, note_brought, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver

@@ -44,7 +44,7 @@ class DiskFacts:
         verified_on: The mirrors that have something verified.
         mirrors: The mirrors that the table knows.
         places: Which place each mirror is, by URL, as far as the root remembers.
-        sees: The same, as it looks now; None: there is no mirror yet.
+        sees: Which place the node finds there now, by URL; None: no mirror yet.
         persistent_is_new: Whether its start created the persistent directory.
         signs: How far its attempts got, by id.
     """
