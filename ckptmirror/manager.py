@@ -309,7 +309,7 @@ class CheckpointManager:
                 self._node.recreate_table,
                 self._node.on_skipped,
                 self._node.on_failed,
-                self._node.taken_steps,
+                self._node.taken.steps,
             )
         import_formats(self.kinds)
         self._saver = Saver(

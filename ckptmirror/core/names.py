@@ -251,8 +251,13 @@ def diverged_attempt(name: str) -> str | None:
 
 def parts_prefix(step: int, save_id: str) -> str:
     """Return ``parts/meta_000200-1f0c9a2e.part``, with which the names of all parts of a save begin."""
+    return f"{parts_of_step(step)}{_save_digits(save_id)}.part"
+
+
+def parts_of_step(step: int) -> str:
+    """Return ``parts/meta_000200-``, with which the names of all parts of saves of a step begin."""
     _check_step(step)
-    return f"{PARTS_DIR}/meta_{step:06d}-{_save_digits(save_id)}.part"
+    return f"{PARTS_DIR}/meta_{step:06d}-"
 
 
 def emergency_dir_name(step: int, utc: str, tag: str = "") -> str:

@@ -399,7 +399,8 @@ class _Work:
         """Open the mirrors, and ask them in another thread; None if that took too long."""
 
         def ask_all() -> _Result:
-            self._held.mirrors += open_mirrors(self._known, self._root, self._table, on_wait=self._looker.waits)
+            waits = self._looker.waits
+            self._held.mirrors += open_mirrors(self._known, self._root, self._table, on_wait=waits, is_verb=True)
             self._looker.look()
             lock = self._root / names.LOCK_NAME
             self._audit = MirrorAudit(self._table, self.served(), self._bus, notes=lambda: not is_held(lock))

@@ -4,6 +4,7 @@ Rules:
 * Before the first call, it asks the store for its identity (``Store.identity``). If the root remembers another
   identity, the call fails with a temporary error. If the root remembers none, it first remembers this one, durably.
 * After that the store itself checks that it is still the same place.
+* A verb in a root that has saved nothing may only read where none is remembered: somebody looks why a start is refused.
 * If the root remembers none, it may be told which place another node of the job sees under this URL (``expect``), and
   uses no other: where the file system is not mounted there is an empty directory, or what somebody left in it.
 * A store that cannot have an identity is used as it is. A store in a local directory may get one later (it was
@@ -25,6 +26,7 @@ from ckptmirror.stores.file_place import read_identity
 __all__ = ["SamePlaceStore", "identity_now"]
 
 _Result = TypeVar("_Result")
+_READS = ("stat", "list", "read", "download")
 
 
 def identity_now(store: Store) -> str | None:
@@ -49,10 +51,19 @@ class SamePlaceStore(StoreDecorator):
         store: The store behind.
         recall: Returns the remembered identity, or None.
         remember: Keeps an identity durably, unless one is kept already, and returns the one that is kept.
+        by_reading: Whether also a call that only reads takes what is there for the mirror.
     """
 
-    def __init__(self, store: Store, recall: Callable[[], str | None], remember: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        recall: Callable[[], str | None],
+        remember: Callable[[str], str],
+        *,
+        by_reading: bool = True,
+    ) -> None:
         super().__init__(store)
+        self._by_reading = by_reading
         self._recall = recall
         self._remember = remember
         self._is_met = False
@@ -63,6 +74,7 @@ class SamePlaceStore(StoreDecorator):
 
         Args:
             place: Its identity, and who sees it: "node 1"; None: any place will do.
+                No place will do whose identity is "": it is not certain which one.
         """
         self._expected = place
 
@@ -74,16 +86,20 @@ class SamePlaceStore(StoreDecorator):
             identity, where = self._expected
             if identity_now(self._store) != identity:
                 raise StoreTemporary(
-                    f"{self.url} is not the place here that {where} has under this URL: is it mounted?",
+                    f"{self.url} is not the place here that {where} has under this URL: is it mounted?"
+                    if identity
+                    else f"{self.url} may not be the place here that {where} has under this URL: is it mounted?",
                     hint="Mount it on every node. If you recreated the mirror on purpose, give it a new URL.",
                 )
         return self._store.identity(expected)
 
     def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
         """Make the call once the store behind is known to be the right place."""
-        del operation, name, size_bytes
+        del name, size_bytes
         if not self._is_met:  # two threads may get here at once: the first identity counts for both
             expected = self._recall()
+            if expected is None and not self._by_reading and operation in _READS:
+                return run()
             found = self._look(expected)
             if expected is None and found is not None:
                 expected = self._remember(found)

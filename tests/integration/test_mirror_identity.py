@@ -223,6 +223,27 @@ def test_i1_another_mirror_in_the_place_of_the_first_proves_nothing(tmp_path: Pa
             assert "another mirror" in (why_not_safe(table, mirrors, save_id) or "")
 
 
+def test_a_verb_that_only_looks_takes_nothing_for_the_mirror_of_a_root_that_remembers_none(tmp_path: Path) -> None:
+    """Where it is not mounted yet, a person looks why a start is refused; afterwards the real one must be taken."""
+    _, url = mirrored_root(tmp_path)
+    (tmp_path / "new" / names.CONTROL_DIR).mkdir(parents=True)
+    with UploadsTable.open(tmp_path / "new" / names.TABLE_NAME, create=True) as table:
+        (mirror,) = open_mirrors([MirrorSpec(url)], tmp_path / "new", table, is_verb=True)
+        unmount(tmp_path)
+        (tmp_path / "nfs/run").mkdir()
+        assert [[*mirror.store.list()], mirror.store.stat("meta_000001.json")] == [[], None]
+        assert list((tmp_path / "nfs/run").iterdir()) == []
+        shutil.rmtree(tmp_path / "nfs")
+        (tmp_path / "nfs-unmounted").rename(tmp_path / "nfs")
+        assert [*mirror.store.list()]
+        assert table.mirror_identity(url) is None
+        mirror.store.write("note", b"1", if_generation=0)
+        assert table.mirror_identity(url) == mirror.store.identity()
+        unmount(tmp_path)
+        with pytest.raises(StoreTemporary):
+            list(mirror.store.list())
+
+
 def test_the_first_process_to_meet_a_mirror_remembers_it_for_all(tmp_path: Path) -> None:
     (tmp_path / "root" / names.CONTROL_DIR).mkdir(parents=True)
     with UploadsTable.open(tmp_path / "root" / names.TABLE_NAME, create=True) as table:
@@ -253,8 +274,19 @@ def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees
         assert list((tmp_path / "nfs").iterdir()) == []
         (tmp_path / "nfs/run").mkdir()
         (tmp_path / "nfs/run" / LOCK_FILE).write_text("no id")
-        assert seen_elsewhere(seen_places(mirrors), [there]) == {}  # its first contact says what is wrong
+        unread = seen_places(mirrors)
+        assert seen_elsewhere(unread, [{url: None}]) == {}  # its first contact says what is wrong
+        assert seen_elsewhere(unread, [there]) == seen_elsewhere(here, [there])
+        assert seen_elsewhere(here, [here, unread]) == {url: ("", "node 2, which cannot read it now,")}
+        assert seen_elsewhere(there, [unread]) == {}
+        expect_places(mirrors, seen_elsewhere(here, [unread]))
         shutil.rmtree(tmp_path / "nfs")
+        with pytest.raises(
+            StoreTemporary, match=r"may not be the place here that node 1, which cannot read it now, has"
+        ):
+            mirrors[0].store.stat("any")
+        expect_places(mirrors, seen_elsewhere(here, [there]))
+        assert not (tmp_path / "nfs").exists()
         (tmp_path / "nfs-unmounted").rename(tmp_path / "nfs")
         assert mirrors[0].store.identity() == there[url]
 

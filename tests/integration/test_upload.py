@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckptmirror.core import events
+from ckptmirror.core import events, names
 from ckptmirror.core.codec import meta_from_bytes
 from ckptmirror.core.errors import AttemptFenced
 from ckptmirror.core.lifecycle import RecordState
@@ -141,6 +142,33 @@ def test_i5_another_saves_meta_is_left_alone(place: MirroredRoot) -> None:
     assert f"meta_000100-{meta.save_id[:8]}.json" in object_names(place.store)
     assert_arrived(place, meta)
     assert other.save_id != meta.save_id
+
+
+@pytest.mark.parametrize("left", ["meta_000100.json", "a part", "a broken meta"])
+def test_no_file_takes_a_name_that_another_save_of_the_step_has_lost(left: str, place: MirroredRoot) -> None:
+    """Else that save would seem to be whole again: where a listing has no checksums, sizes are all that is compared."""
+    other = make_save(place.root.parent / "other", 100)
+    data = (place.root.parent / "other" / "meta_000100.json").read_bytes()
+    name = names.part_name(100, other.save_id, 1, 2) if left == "a part" else "meta_000100.json"
+    place.store.write(name, b"{" if left == "a broken meta" else data, if_generation=0)
+    meta = place.commit(100)
+    place.upload()
+    assert_arrived(place, meta)
+    there = [one for one in object_names(place.store) if one not in (name, "meta_000100.json")]
+    assert there
+    assert [one for one in there if names.untagged(one) == one] == []
+
+
+def test_its_own_part_and_a_mirror_that_the_start_has_read_leave_a_save_its_names(place: MirroredRoot) -> None:
+    first = place.commit(100)
+    data = (place.root / "meta_000100.json").read_bytes()
+    place.store.write(names.part_name(100, first.save_id, 1, 2), data, if_generation=0)
+    place.upload()
+    place.store.write("meta_000200.json", data, if_generation=0)
+    second = place.commit(200)
+    upload_save(replace(place.context(), read_by=second.attempt.id), second.save_id)
+    for meta in (first, second):
+        assert {artifact.path for artifact in meta.artifacts} <= {*object_names(place.store)}
 
 
 def test_when_both_names_are_taken_the_upload_fails_and_says_so(place: MirroredRoot) -> None:

@@ -45,7 +45,7 @@ FAULTS = {
     "answer lost after the commit, large": {"operation": "upload.put", "lose_answer": True},
     "answer of the start lost": {"operation": "upload.start", "lose_answer": True},
     "truncated answer": {"operation": "upload.*", "truncate_after_bytes": 20, "times": 2},
-    "truncated description": {"operation": "object.get", "truncate_after_bytes": 20, "times": 2},
+    "truncated description": {"operation": "object.get", "truncate_after_bytes": 20, "times": 4},
     "corrupt byte in flight, small": {"operation": "upload.multipart", "corrupt_received_byte_at": 900},
     "corrupt byte in flight, large": {"operation": "upload.put", "corrupt_received_byte_at": MIB},
     "corrupt byte on the way back": {"operation": "object.media", "corrupt_byte_at": 30},

@@ -19,6 +19,7 @@ import ckptmirror.manager
 from ckptmirror import CheckpointManager, MirrorSpec, list_checkpoints
 from ckptmirror.core.errors import CkptMirrorError, ConfigError, RankFailed, RootLocked, WaitTimeout
 from ckptmirror.core.sealed_json import seal
+from ckptmirror.flow.drain import drain
 from ckptmirror.local.lock import RootLock
 from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import ALONE_S, WAIT_S, Job, built, expect, take_part, train
@@ -223,6 +224,13 @@ def save_beside_optional(rank: int, base: str, nodes: str, lacking: tuple[int, .
     return step
 
 
+def drain_without_mount(rank: int, base: str) -> int:
+    """Drain node d, on which the optional mirror is not mounted; return how many files wait."""
+    del rank
+    put_nothing_at(Path(base) / "optional")
+    return drain(Path(base) / "d", timeout_s=1.0).pending
+
+
 @pytest.mark.usefixtures("may_mount")
 def test_new_nodes_take_nothing_for_an_optional_mirror_that_one_of_them_sees(tmp_path: Path) -> None:
     for name in ("optional", "empty"):
@@ -230,6 +238,9 @@ def test_new_nodes_take_nothing_for_an_optional_mirror_that_one_of_them_sees(tmp
     for step, (nodes, lacking) in enumerate([("abc", ()), ("def", (0, 2)), ("def", ())], 1):
         assert run_ranks(3, save_beside_optional, str(tmp_path), nodes, lacking, limit_s=WAIT_S) == [step] * 3
         assert list((tmp_path / "empty").iterdir()) == []
+        if lacking:  # nor does a verb there, after the trainer has ended
+            assert run_ranks(1, drain_without_mount, str(tmp_path), limit_s=WAIT_S) != [0]
+            assert list((tmp_path / "empty").iterdir()) == []
 
 
 def resume_beside(rank: int, base: str, lacking: int) -> tuple[str, ...]:

@@ -2,14 +2,18 @@
 
 Rules:
 * Where the first node sees none and others see one, it is that one.
-* Where nodes see several, nobody can tell which is the right one: then none is.
+* Where nodes see several, nobody can tell which is the right one: then none is. So it is where the first node sees
+  none, and another cannot tell what is there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["seen_elsewhere"]
+__all__ = ["UNKNOWN", "seen_elsewhere"]
+
+UNKNOWN = ""
+"""The identity of a place that a node cannot read now."""
 
 
 def seen_elsewhere(
@@ -20,15 +24,18 @@ def seen_elsewhere(
     A URL is left out if the first node may decide.
 
     Args:
-        here: The identity of the place that the first node sees under each URL; None: there is none yet.
+        here: The identity of the place that the first node sees under each URL; None: there is none yet; or UNKNOWN.
         seen_by: The same of each other node, from node 1 on.
     """
     found: dict[str, tuple[str, str]] = {}
     for url, own in here.items():
-        there = {f"node {number}": seen[url] for number, seen in enumerate(seen_by, 1) if seen.get(url)}
-        if len({*there.values()} | {own} - {None}) > 1:
+        there = {f"node {number}": seen.get(url) for number, seen in enumerate(seen_by, 1)}
+        seen_here = {node: identity for node, identity in there.items() if identity}
+        if len({own, *seen_here.values()} - {None, UNKNOWN}) > 1:
             found[url] = "", "another node"
-        elif own is None and there:
-            where, identity = next(iter(there.items()))
+        elif not own and seen_here:
+            where, identity = next(iter(seen_here.items()))
             found[url] = str(identity), where
+        elif not own and (blind := [node for node, identity in there.items() if identity == UNKNOWN]):
+            found[url] = "", f"{blind[0]}, which cannot read it now,"
     return found

@@ -35,6 +35,7 @@ from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
 from ckptmirror.core.rate_limit import RateLimit
 from ckptmirror.core.sealed_json import open_sealed, seal
+from ckptmirror.core.start.mirror_places import UNKNOWN
 from ckptmirror.local import files
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.save_logger import save_logger
@@ -160,6 +161,8 @@ def open_mirrors(
     table: UploadsTable | None,
     bus: EventBus | None = None,
     on_wait: OnWait | None = None,
+    *,
+    is_verb: bool = False,
 ) -> list[Mirror]:
     """Open the store behind each mirror of a root, in order. No mirror is contacted before its first use.
 
@@ -169,6 +172,7 @@ def open_mirrors(
         table: The table that remembers the identity of each mirror; None if the root has no table yet.
         bus: Receives an event for every call to a mirror.
         on_wait: Called when a mirror did not answer and is asked again later; None: the wait is logged.
+        is_verb: Where the root has saved nothing yet, a call that only reads takes no place for its mirror.
 
     Raises:
         ConfigError: A required mirror does not support compare-and-swap, or ``check_places`` refuses a mirror.
@@ -187,7 +191,7 @@ def open_mirrors(
             )
         if table is not None:
             memory = _Memory(root, table, spec.url)
-            store = SamePlaceStore(store, memory.recall, memory.remember)
+            store = SamePlaceStore(store, memory.recall, memory.remember, by_reading=not is_verb or bool(table.saves()))
         mirrors.append(Mirror(spec.url, spec.required, store))
     check_places(root, mirrors)
     return mirrors
@@ -325,12 +329,14 @@ def remember_places(root: Path, table: UploadsTable, places: Mapping[str, str]) 
 def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str | None]:
     """Return the identity of the place that each mirror is now, by URL; None if it is none yet. Creates none.
 
-    What cannot be read is left out: its first contact says what broke there.
+    It is UNKNOWN where it cannot be read: the first contact says what broke there.
     """
-    seen = {}
+    seen: dict[str, str | None] = {}
     for mirror in mirrors:
-        with contextlib.suppress(StoreTemporary):
+        try:
             seen[mirror.url] = identity_now(mirror.store)
+        except StoreTemporary:
+            seen[mirror.url] = UNKNOWN
     return seen
 
 

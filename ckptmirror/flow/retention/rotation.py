@@ -577,7 +577,8 @@ def rotate_root(
     """
     table = open_known_table(root, state_dir)
     try:
-        mirrors = open_mirrors((MirrorSpec(row.url, row.required) for row in table.mirrors()), root, table)
+        specs = [MirrorSpec(row.url, row.required) for row in table.mirrors()]
+        mirrors = open_mirrors(specs, root, table, is_verb=True)
         try:
             return rotate(root, table, mirrors, retention, bus=bus, dry_run=dry_run)
         finally:

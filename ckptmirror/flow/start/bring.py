@@ -54,7 +54,7 @@ from ckptmirror.flow.places.mirrors import seen_places
 from ckptmirror.flow.retention.reconcile import forget_brought, note_brought, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
-from ckptmirror.flow.start.disk_facts import DiskFacts
+from ckptmirror.flow.start.disk_facts import DiskFacts, TakenNames
 from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.start.survey import Survey, survey
 from ckptmirror.local.listing import is_not_readable_now
@@ -205,10 +205,11 @@ class Bringer:
         return frozenset(copy.save.save_id for copy in self.seen.evidence.disk.copies)
 
     @property
-    def taken_steps(self) -> frozenset[int]:
-        """The steps of which a mirror has a name without a tag."""
-        catalogs = [one.catalog for one in self.seen.seen.values() if one.catalog is not None]
-        return frozenset().union(*(names.plain_steps(one.others) for one in catalogs))
+    def taken(self) -> TakenNames:
+        """What the mirrors that answered say of the names of saves."""
+        catalogs = {url: one.catalog for url, one in self.seen.seen.items() if one.catalog is not None}
+        steps = frozenset[int]().union(*(names.plain_steps(one.others) for one in catalogs.values()))
+        return TakenNames(steps, frozenset(catalogs))
 
     def torn(self, attempt: Attempt, proposal: Proposal) -> Torn:
         """Return the saves of which disks of this job have parts, and no disk of this job has the rest.

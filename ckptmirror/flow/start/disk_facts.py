@@ -22,7 +22,20 @@ from ckptmirror.flow.retention.reconcile import being_brought
 from ckptmirror.local.root_id import RootId
 from ckptmirror.local.uploads import MirrorRow, SaveRow, Transition, UploadRecord, UploadsTable
 
-__all__ = ["DiskFacts", "look_at_disk"]
+__all__ = ["DiskFacts", "TakenNames", "look_at_disk"]
+
+
+@dataclass(frozen=True)
+class TakenNames:
+    """Which names of saves the mirrors have.
+
+    Attributes:
+        steps: The steps of which a mirror has a name without a tag: saves of these have a tag.
+        read_from: The URLs of the mirrors that this is known of.
+    """
+
+    steps: frozenset[int] = frozenset()
+    read_from: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class DiskFacts:
         verified_on: The mirrors that have something verified.
         mirrors: The mirrors that the table knows.
         places: Which place each mirror is, by URL, as far as the root remembers.
-        sees: Which place the node finds there now, by URL; None: no mirror yet.
+        sees: Which place the node finds there now, by URL; None: no mirror yet; "": it cannot be read.
         persistent_is_new: Whether its start created the persistent directory.
         signs: How far its attempts got, by id.
     """

@@ -97,7 +97,7 @@ def forget_mirror(root: Path, url: str, *, dry_run: bool = False) -> Forgotten:
                     hint="Start the trainer with its mirrors, or `ckptmirror push` to another one, first.",
                 )
             specs = [MirrorSpec(row.url, row.required) for row in rows if row.url != url and not row.pushed]
-            mirrors = open_mirrors(specs, root, table)
+            mirrors = open_mirrors(specs, root, table, is_verb=True)
             try:
                 is_configured = url in {row.url for row in rows} - pushed
                 forgotten = _forget(root, table, url, mirrors, is_configured, dry_run, was_pushed=url in pushed)

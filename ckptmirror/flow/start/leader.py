@@ -70,7 +70,7 @@ from ckptmirror.flow.save.emergency_files import is_emergency
 from ckptmirror.flow.save.persistent_dir import open_persistent, persistent_catalog
 from ckptmirror.flow.start.claim import RunClaim
 from ckptmirror.flow.start.control_directory import take_root_again
-from ckptmirror.flow.start.disk_facts import DiskFacts, look_at_disk
+from ckptmirror.flow.start.disk_facts import DiskFacts, TakenNames, look_at_disk
 from ckptmirror.flow.upload.workers import UploadWorkers, still_moving
 from ckptmirror.local import trash
 from ckptmirror.local.daemon_pool import begin_or_do, is_over
@@ -96,6 +96,7 @@ _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itse
 _STOPPED_LIMIT_S = 2.0  # short, since the grace period of a stop request is running
 _SKIPPED_LISTED = 20
 _NOTHING_TORN = Torn()
+_NONE_TAKEN = TakenNames()
 _DELETIONS_LIMIT = 100  # how often the control directory is recreated while somebody is still deleting it
 
 
@@ -139,7 +140,7 @@ class Node:
         self._behind: frozenset[str] = frozenset()
         self._cannot_be_on: Mapping[str, tuple[str, ...]] = {}
         self._once_whole: Mapping[str, tuple[str, ...]] = {}
-        self.taken_steps: frozenset[int] = frozenset()
+        self.taken = TakenNames()
         self._abandoned: frozenset[str] = frozenset()
         self._skipped: deque[dict[str, object]] = deque(maxlen=_SKIPPED_LISTED)
         check_place(root, state_dir)
@@ -204,7 +205,7 @@ class Node:
         abandoned: Mapping[str, str] | None = None,
         torn: Torn = _NOTHING_TORN,
         whole: Collection[str] = (),
-        taken_steps: frozenset[int] = frozenset(),
+        taken: TakenNames = _NONE_TAKEN,
     ) -> None:
         """Let uploads and rotation run for an attempt that has claimed the run.
 
@@ -214,9 +215,9 @@ class Node:
             torn: The saves of which this node may have a part, and no disk of this job the rest. Its part is uploaded,
                 but nothing waits for the parts of nodes that are not of this job.
             whole: The saves that the disks of this job have whole. What was left off a mirror until then is sent.
-            taken_steps: The steps of which a mirror has a plain name: saves of these have a tag.
+            taken: The names of saves that mirrors have: saves of these steps have a tag.
         """
-        self.taken_steps = taken_steps
+        self.taken = taken
         self.claim = claim
         self._signs = set()
         self._torn, self._behind = torn.all, torn.behind
@@ -239,6 +240,7 @@ class Node:
             claim.confirm,
             workers_per_mirror=self._workers_per_mirror,
             on_fenced=lambda reason: self._on_fenced(claim, reason),
+            read_by=dict.fromkeys(self.taken.read_from, claim.attempt.id),
         )
         set_mirrors(self.table, self.specs)
         self._add_records(lambda whole: whole)

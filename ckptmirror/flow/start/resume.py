@@ -51,7 +51,7 @@ from ckptmirror.flow.retention.reconcile import forget_brought
 from ckptmirror.flow.start.bring import Bringer, Proposal
 from ckptmirror.flow.start.claim import RunClaim, StartOver
 from ckptmirror.flow.start.command import remember_command, settle_command
-from ckptmirror.flow.start.disk_facts import DiskFacts
+from ckptmirror.flow.start.disk_facts import DiskFacts, TakenNames
 from ckptmirror.flow.start.gather import (
     Asked,
     Gathered,
@@ -613,7 +613,7 @@ class _Claimed:
     abandoned: Mapping[str, str]
     torn: Torn
     whole: frozenset[str]
-    taken_steps: frozenset[int]
+    taken: TakenNames
 
 
 def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: Proposal) -> _Claimed | None:
@@ -629,7 +629,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
             bringer.start_over(why)
             return ()
         torn = bringer.torn(own.attempt, proposal)
-        return _Claimed(own.record, own.unclaimed, bringer.abandoned, torn, bringer.whole, bringer.taken_steps)
+        return _Claimed(own.record, own.unclaimed, bringer.abandoned, torn, bringer.whole, bringer.taken)
 
     made = _meet_until_done(ranks, make if bringer is not None else None, node, "claim the run")[0]
     if not isinstance(made, _Claimed):
@@ -644,8 +644,9 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
             node.expect_places(proposal.elsewhere)
             claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
             claim.join(made.unclaimed)
+        node.remember_places({url: place for url, (place, _) in proposal.elsewhere.items() if place})  # for verbs, too
         forget_brought(node.root)
-        node.start(claim, made.abandoned, made.torn, made.whole, made.taken_steps)
+        node.start(claim, made.abandoned, made.torn, made.whole, made.taken)
 
     exchange_result(ranks, begin, what="record the claim")
     return made

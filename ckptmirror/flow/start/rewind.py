@@ -438,7 +438,7 @@ def _looking(root: Path, mirrors: Sequence[str]) -> Iterator[tuple[list[Mirror],
         known = {row.url for row in table.mirrors()} if table is not None else set()
         try:
             for spec in specs:
-                opened += open_mirrors([spec], root, table if spec.url in known else None)
+                opened += open_mirrors([spec], root, table if spec.url in known else None, is_verb=True)
             yield opened, table
         finally:
             close_mirrors(opened)

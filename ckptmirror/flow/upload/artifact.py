@@ -49,7 +49,7 @@ class ArtifactUpload(Sending):
         damaged = []
         for name in self._candidate_names(meta):
             info = self._store.stat(name)
-            if info is None and name in self._own_names(meta):
+            if info is None and name in self._own_names(meta) and self._may_create(name, meta):
                 info = self._create(name, artifact.digest, meta)
             if info is not None and self._is_right(info, artifact, meta):
                 self._verify(info, artifact.digest)

@@ -3,12 +3,15 @@
 Rules:
 * A record belongs to a save whose meta is committed on this disk; that meta says what the bytes must be.
 * A save creates only its own names: the plain one if it is free, otherwise the one with its tag (``names.tagged``).
+* Where another save of the step may have lost a file, a free plain name may be that file's: then it is not taken. The
+  start of an attempt has read the names on each mirror that answered; on another one, the first file of a save asks.
 * Of a save that is signed, nothing is sent by a process that could not sign its meta on the mirror.
 * Before the first file of each save, the mirror is asked whether this attempt may still send there.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +20,10 @@ from typing import Protocol
 
 from ckptmirror.core import events, names, signing
 from ckptmirror.core.codec import is_signed, meta_from_bytes
-from ckptmirror.core.errors import BrokenMeta, IntegrityError, StorePermanent
+from ckptmirror.core.errors import BrokenMeta, IntegrityError, ObjectNotFound, StorePermanent
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.verification import delete_command
-from ckptmirror.flow.places.catalog import META_LIMIT_BYTES
+from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, read_mirror_meta
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.places.object_match import is_of_save
 from ckptmirror.flow.upload.transfer_progress import UnderWay
@@ -62,6 +65,8 @@ class UploadContext:
             have been seen.
         left: How often this node left the meta of a save to another, since it saw all parts, by save id.
         under_way: Keeps what is being sent, for progress displays.
+        read_by: The id of the attempt whose start read which names the mirror has; "" if none has.
+        contested: Whether another save of the step has plain names there, by the id of each save that asked.
     """
 
     root: Path
@@ -73,6 +78,8 @@ class UploadContext:
     awaited: dict[str, str] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     under_way: UnderWay = field(default_factory=UnderWay)
+    read_by: str = ""
+    contested: dict[str, bool] = field(default_factory=dict)
 
 
 class Sending:
@@ -104,6 +111,26 @@ class Sending:
         plain = names.untagged(self._record.path)
         came_from = [n for n in (plain, names.tagged(plain, meta.save_id)) if self._store.stat(n) is not None]
         return list(dict.fromkeys([*came_from, *own]))
+
+    def _may_create(self, name: str, meta: Meta) -> bool:
+        """Whether a name of this save that is free is not that of a file which another save of the step has lost."""
+        if name != self._record.path or meta.tag or self._record.session:
+            return True
+        if meta.attempt.id == self._context.read_by:  # the save would have a tag
+            return True
+        contested = self._context.contested
+        if meta.save_id not in contested:
+            contested[meta.save_id] = self._is_contested(meta)
+        return not contested[meta.save_id]
+
+    def _is_contested(self, meta: Meta) -> bool:
+        """Whether the mirror has the meta of another save of the step under a plain name, or a part of another save."""
+        name, own = names.SaveName(meta.step).meta, names.parts_prefix(meta.step, meta.save_id)
+        if any(not one.name.startswith(own) for one in self._store.list(names.parts_of_step(meta.step))):
+            return True
+        with contextlib.suppress(ObjectNotFound, BrokenMeta):
+            return read_mirror_meta(self._store, name)[0].save_id != meta.save_id
+        return self._store.stat(name) is not None
 
     def _is_right(self, info: ObjectInfo, artifact: Artifact, meta: Meta) -> bool:
         return is_of_save(artifact, meta.save_id, info, self._store)

@@ -18,7 +18,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from ckptmirror.core import events
@@ -37,6 +37,7 @@ __all__ = ["IDLE_S", "UploadWorkers", "free_dead_workers", "held_elsewhere", "st
 IDLE_S = 2.0
 _numbers = itertools.count()
 _PID = re.compile(r"[0-9]{1,9}")
+_NONE_READ: Mapping[str, str] = {}
 _MOVING = (RecordState.PENDING, RecordState.UPLOADING)
 _log = logging.getLogger("ckptmirror.upload")
 
@@ -132,10 +133,12 @@ class UploadWorkers:
         workers_per_mirror: int = 2,
         on_fenced: Callable[[str], None] = lambda _reason: None,
         under_way: UnderWay | None = None,
+        read_by: Mapping[str, str] = _NONE_READ,
     ) -> None:
         self.under_way = under_way if under_way is not None else UnderWay()
         self._contexts = [
-            UploadContext(root, table, mirror, bus, confirm, under_way=self.under_way) for mirror in mirrors
+            UploadContext(root, table, one, bus, confirm, under_way=self.under_way, read_by=read_by.get(one.url, ""))
+            for one in mirrors
         ]
         self._table = table
         self._bus = bus

@@ -75,7 +75,8 @@ class Table:
         """Open a mirror that the table knows, and check its identity; None if the table does not know it."""
         if self._table is None or self._root is None or url not in self._known:
             return None
-        (mirror,) = open_mirrors([MirrorSpec(url, self._known[url])], self._root, self._table, on_wait=on_wait)
+        spec = MirrorSpec(url, self._known[url])
+        (mirror,) = open_mirrors([spec], self._root, self._table, on_wait=on_wait, is_verb=True)
         return mirror
 
     def save_of(self, subject: Subject) -> SaveRow | None:
