@@ -4,6 +4,7 @@ Rules:
 * Lost: a save that was acknowledged stays whole on the disks that it was written to, or is on every mirror, or these
   disks and the parts on a mirror together have all of it; one that was acknowledged as mirrored stays on every mirror,
   and can be staged.
+* A mirror that lost an object owes it to nobody; what disks had of that save then, they keep until it is there again.
 * Replaced: no object, and no committed file, ever changes; lists of attempts only grow.
 * Mixed: every file of a save has the same bytes wherever it is, and they hold the numbers of that save and no other.
 """
@@ -25,7 +26,7 @@ from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.stores import open_store
 from tests.nodes.campaign.sight import Seen, look_at_disk, look_at_mirror, together
 from tests.nodes.campaign.trained_values import PLACES
-from tests.nodes.campaign.world import Broken, Lost, Mixed, Object, Truth, World
+from tests.nodes.campaign.world import Broken, Lost, MirrorPlace, Mixed, Object, Truth, World
 
 __all__ = ["Watch"]
 
@@ -50,9 +51,33 @@ class Watch:
             self._check_kept(mirror.url, objects)
             self._objects[mirror.url] = objects
             self._mirrored[mirror.url] = look_at_mirror(self._world, mirror.url, objects)
-        disks = {node: look_at_disk(self._world, self._world.root(node)) for node in self._world.disk}
+        disks = self._disks()
         for truth in self._world.truths.values():
             self._check_not_lost(truth, disks)
+
+    def lose(self, mirror: MirrorPlace, name: str) -> None:
+        """Let a mirror lose an object, and note which saves that hurts, and which of them nobody has whole now."""
+        url, before = mirror.url, self._mirrored[mirror.url].whole()
+        mirror.lose(name)
+        del self._objects[url][name]
+        self._world.lost.add((url, name))
+        self._mirrored[url] = look_at_mirror(self._world, url, mirror.objects())
+        after, disks = self._mirrored[url].whole(), self._disks()
+        for truth in self._world.truths.values():
+            save_id = truth.save_id
+            if save_id in before and before[save_id] != after.get(save_id):
+                self._world.hurt.add((url, save_id))
+            if save_id not in after and save_id not in self._with_disks(truth, disks, url).whole():
+                self._world.gone.add((url, save_id))
+
+    def _disks(self) -> dict[str, Seen]:
+        return {node: look_at_disk(self._world, self._world.root(node)) for node in self._world.disk}
+
+    def _with_disks(self, truth: Truth, disks: dict[str, Seen], url: str) -> Seen:
+        """The disks that a save was written to, if they are still those, and the parts on a mirror."""
+        if any(self._world.disk[node] != number for node, number in truth.disks.items()):
+            return Seen()
+        return Seen([*together(disks[node] for node in truth.disks).shares, *self._mirrored[url].parts])
 
     def _check_kept(self, url: str, objects: dict[str, Object]) -> None:
         for name, before in self._objects.get(url, {}).items():
@@ -66,17 +91,18 @@ class Watch:
 
     def _check_not_lost(self, truth: Truth, disks: dict[str, Seen]) -> None:
         lacking = [url for url, seen in self._mirrored.items() if truth.save_id not in seen.whole()]
-        if truth.mirrored and lacking:
-            raise Lost(f"step {truth.step} of job {truth.job} was acknowledged as mirrored, and {lacking} lack it")
-        if not truth.acknowledged or not lacking:
+        owed = [url for url in lacking if (url, truth.save_id) not in self._world.hurt]
+        if truth.mirrored and owed:
+            raise Lost(f"step {truth.step} of job {truth.job} was acknowledged as mirrored, and {owed} lack it")
+        kept = all(self._world.disk[node] == number for node, number in truth.disks.items())
+        if not (truth.acknowledged and kept):
             return
-        if all(self._world.disk[node] == number for node, number in truth.disks.items()):
-            here = together(disks[node] for node in truth.disks)
-            both = [Seen([*here.shares, *self._mirrored[url].parts]) for url in lacking]
-            if not all(truth.save_id in seen.whole() for seen in both):
+        for url in lacking:
+            both = self._with_disks(truth, disks, url)
+            if truth.save_id not in both.whole() and (url, truth.save_id) not in self._world.gone:
                 where = ", ".join(truth.disks)
                 raise Lost(
-                    f"step {truth.step} of job {truth.job} was acknowledged, is not whole on {where}, nor on {lacking}"
+                    f"step {truth.step} of job {truth.job} was acknowledged, is not whole on {where}, nor on {url}"
                 )
 
     def check_stage(self) -> int:
@@ -89,8 +115,9 @@ class Watch:
         for place in self._world.mirrors:
             store = open_store(place.url)
             mirror = Mirror(place.url, True, store)
+            whole = look_at_mirror(self._world, place.url, place.objects()).whole()
             for meta in mirror_catalog(mirror).saves.values():
-                for kind in meta.kinds:
+                for kind in whole[meta.save_id][1] if meta.save_id in whole else ():
                     self._check_staged(mirror, meta, kind)
                     staged += 1
             store.close()

@@ -8,6 +8,7 @@ Rules:
 * A start over by a person that goes on where such a start has saved since is the same command, started again.
 * A copy that somebody staged counts on the disks that made the save, while one of them has its own part.
 * The persistent directory is one more disk of every job. So is a mirror, for parts of saves of which disks have others.
+* Files of single ranks are for as many ranks: once a mirror lost one, another number may do without it, or go back.
 * An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
 
@@ -33,7 +34,12 @@ __all__ = ["allowed_starts", "apart_on", "on_the_lineage", "view_of"]
 
 def allowed_starts(world: World, nodes: str, policy: str) -> list[Allowed]:
     """Every outcome to which a start on these nodes may come."""
-    view = view_of(world, nodes, mirrors=True)
+    found = _allowed(world, nodes, policy, without_ranks=False)
+    return found + _allowed(world, nodes, policy, without_ranks=True) if world.lost else found
+
+
+def _allowed(world: World, nodes: str, policy: str, *, without_ranks: bool) -> list[Allowed]:
+    view = view_of(world, nodes, mirrors=True, without_ranks=without_ranks)
     found = expected_start(view, policy, policy == "scratch")
     if policy == "scratch" and any(one.by_person and one.parent is None for one in view.attempts):
         # a job that slept since may have saved what it began so: then this is the same command, started again
@@ -43,16 +49,21 @@ def allowed_starts(world: World, nodes: str, policy: str) -> list[Allowed]:
     if policy == "scratch":
         return [Allowed("wait", "a start over needs every mirror")]
     if len(world.silent) == len(world.mirrors):
-        alone = view_of(world, nodes, mirrors=False)
+        alone = view_of(world, nodes, mirrors=False, without_ranks=without_ranks)
         found += expected_start(alone, policy, force=False)
     # a step 0 needs the word of every mirror, and so does everything that a mirror might contradict
     return [Allowed("wait", "a mirror is silent"), *(one for one in found if one.does in ("resume", "refuse"))]
 
 
-def view_of(world: World, nodes: Iterable[str], *, mirrors: bool) -> View:
-    """What lies on the disks of these nodes and, if they count, on all mirrors."""
-    disks = [look_at_disk(world, path) for path in [*(world.root(node) for node in sorted(set(nodes))), world.kept]]
-    there = [look_at_mirror(world, mirror.url, mirror.objects()) for mirror in world.mirrors] if mirrors else []
+def view_of(world: World, nodes: Iterable[str], *, mirrors: bool, without_ranks: bool = False) -> View:
+    """What lies on the disks of these nodes and, if they count, on all mirrors.
+
+    ``without_ranks``: files of single ranks need not be there.
+    """
+    paths = [*(world.root(node) for node in sorted(set(nodes))), world.kept]
+    disks = [look_at_disk(world, path, without_ranks=without_ranks) for path in paths]
+    asked = world.mirrors if mirrors else []
+    there = [look_at_mirror(world, one.url, one.objects(), without_ranks=without_ranks) for one in asked]
     disk = together(disks)
     here = {meta.save_id for meta in disk.metas if meta.staged_from is None}
     disk.shares += [share for place in there for share in place.parts if share.meta.save_id in here]

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptmirror.core import names
 from ckptmirror.core.errors import CkptMirrorError
 from ckptmirror.core.model import Kind
 from ckptmirror.flow.drain import drain as drain_root
@@ -40,6 +41,7 @@ _LAYOUTS = ("aa", "ab", "ab", "ab", "aab", "abb", "aba", "abc", "abc", "ba", "aa
 _EXIT_CODES = {"wait": (5,), "refuse": (7,)}
 _NOT_MOUNTED = 10  # a node that never saw the mirror takes a missing mount for a mistake
 _DRAIN_S = 2.0
+_OF_SAVES = ("meta", "part", "dcp", "model", "optim", "extra", "tensors")
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------
@@ -378,6 +380,17 @@ def silence(world: World, watch: Watch, draw: random.Random) -> None:
     mirror.fall_silent()
 
 
+def lose_object(world: World, watch: Watch, draw: random.Random) -> None:
+    """A mirror loses an object of a save, more often of a late one."""
+    mirror = draw.choice(world.mirrors)
+    parsed = {name: names.parse_name(name) or names.parse_name(name.partition("/")[0]) for name in mirror.objects()}
+    there = sorted((one.step or 0, name) for name, one in parsed.items() if one and one.role in _OF_SAVES)
+    if there:
+        _, name = draw.choice(there[-draw.choice([8, len(there)]) :])
+        world.told.append(f"  {mirror.url} loses {name}")
+        watch.lose(mirror, name)
+
+
 def come_back(world: World, watch: Watch, draw: random.Random) -> None:
     world.told.append("  all mirrors answer again")
     for mirror in world.mirrors:
@@ -426,7 +439,9 @@ def rewind(world: World, watch: Watch, draw: random.Random) -> None:
 def stage(world: World, watch: Watch, draw: random.Random) -> None:
     """A person brings a save into the root of a node, in the place of the node's own part of it if that has one."""
     node, mirror = draw.choice(world.free or [""]), draw.choice(world.mirrors)
-    there = sorted({meta.step for meta in look_at_mirror(world, mirror.url, mirror.objects()).metas})
+    seen = look_at_mirror(world, mirror.url, mirror.objects())
+    damaged = {share.meta.step for share in seen.shares if set(share.kinds) != set(share.meta.kinds)}
+    there = sorted({meta.step for meta in seen.metas} - damaged)
     if not node or not world.root(node).exists() or not there:
         return
     step = draw.choice(there[-2:])
@@ -494,6 +509,7 @@ RULES: dict[str, tuple[Rule, int]] = {
     "restore": (restore, 5),
     "lose_kept": (lose_kept, 3),
     "silence": (silence, 4),
+    "lose_object": (lose_object, 8),
     "come_back": (come_back, 10),
     "drain": (drain, 8),
     "rewind": (rewind, 4),

@@ -162,6 +162,8 @@ def _unfinished(world: World) -> str | None:
         if not (truth.acknowledged and kept and truth.save_id in lineage):
             continue
         for mirror in world.mirrors:
+            if (mirror.url, truth.save_id) in world.hurt:
+                continue
             if truth.save_id not in look_at_mirror(world, mirror.url, mirror.objects()).whole():
                 return f"step {truth.step} of job {truth.job} is on the lineage, and never came to {mirror.url}"
     return None

@@ -173,6 +173,7 @@ class _Life:
                     retention=Retention(keep_last=2),
                     timeout_s=plan.timeout_s,
                     persistent_dir=plan.persistent_dir,
+                    share_downloads=plan.share_downloads,
                 )
                 self._note("opened")
                 info = manager.resume(trained.state, policy=plan.policy, force=plan.policy == "scratch")

@@ -80,7 +80,8 @@ def together(places: Iterable[Seen]) -> Seen:
     return seen
 
 
-def look_at_disk(world: World, root: Path) -> Seen:
+def look_at_disk(world: World, root: Path, *, without_ranks: bool = False) -> Seen:
+    """Look at what a root has. ``without_ranks``: a kind is whole without the files of single ranks."""
     seen = Seen()
     if not root.exists():
         return seen
@@ -88,7 +89,7 @@ def look_at_disk(world: World, root: Path) -> Seen:
     for path in paths:
         meta = meta_from_bytes(path.read_bytes())
         found = {artifact: _read(root / artifact.path) for artifact in meta.artifacts}
-        seen.shares.append(_share(world, str(root), meta, found))
+        seen.shares.append(_share(world, str(root), meta, found, without_ranks))
     listed = root / names.ATTEMPTS_NAME
     seen.attempts = attempts_from_bytes(listed.read_bytes()) if listed.exists() else None
     for path in root.iterdir():
@@ -98,7 +99,8 @@ def look_at_disk(world: World, root: Path) -> Seen:
     return seen
 
 
-def look_at_mirror(world: World, url: str, objects: dict[str, Object]) -> Seen:
+def look_at_mirror(world: World, url: str, objects: dict[str, Object], *, without_ranks: bool = False) -> Seen:
+    """Look at what a mirror has, as :func:`look_at_disk`."""
     seen = Seen(loose=objects.keys() - {names.WRITER_NAME})
     for name, (_, data) in objects.items():
         parsed = names.parse_name(name)
@@ -108,9 +110,9 @@ def look_at_mirror(world: World, url: str, objects: dict[str, Object]) -> Seen:
         if parsed.role == "meta" and not meta.is_whole:
             raise Broken(f"{name} on {url} is the meta of a part")
         found = {one: objects[one.object_name][1] if one.object_name in objects else None for one in meta.artifacts}
-        share = _share(world, url, meta, found)
-        if len(share.kinds) != len(meta.kinds):
+        if any(data is None and (url, one.object_name) not in world.lost for one, data in found.items()):
             raise Broken(f"{name} on {url} names files that are not there (I6)")
+        share = _share(world, url, meta, found, without_ranks)
         (seen.shares if parsed.role == "meta" else seen.parts).append(share)
     listed = objects.get(names.WRITER_NAME)
     seen.attempts = attempts_from_bytes(listed[1]) if listed is not None else None
@@ -124,13 +126,15 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _share(world: World, place: str, meta: Meta, found: dict[Artifact, bytes | None]) -> Share:
+def _share(world: World, place: str, meta: Meta, found: dict[Artifact, bytes | None], without_ranks: bool) -> Share:
     world.truth_of(meta)
     lacking: set[Kind] = set()
     for artifact, data in found.items():
         key = (meta.save_id, names.plain(artifact.path))
         if world.content.setdefault(key, artifact.digest.crc32c) != artifact.digest.crc32c:
             raise Mixed(f"two metas of save {meta.save_id[:8]} name other bytes for {key[1]}")
+        if data is None and without_ranks and artifact.path.startswith(("extra_", "tensors_", "optim_")):
+            continue
         if data is None:
             lacking.update(artifact.kinds)
         elif (len(data), crc32c(data)) != (artifact.digest.size_bytes, artifact.digest.crc32c):

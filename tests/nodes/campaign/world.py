@@ -52,6 +52,10 @@ class MirrorPlace:
     def objects(self) -> dict[str, Object]:
         raise NotImplementedError
 
+    def lose(self, name: str) -> None:
+        """Lose an object, as a bucket's lifecycle rule or a person would take it."""
+        raise NotImplementedError
+
     def fall_silent(self) -> None:
         raise NotImplementedError
 
@@ -67,15 +71,21 @@ class FileMirror(MirrorPlace):
         self._mount, self._away = mount, mount.with_name(f"{mount.name}.away")
         mount.mkdir()
 
+    @property
+    def _root(self) -> Path:
+        return (self._away if self.is_silent else self._mount) / "run"
+
     def objects(self) -> dict[str, Object]:
-        root = (self._away if self.is_silent else self._mount) / "run"
-        found = {}
+        root, found = self._root, {}
         for path in sorted(root.rglob("*")):
             if path.is_file() and path.suffix != ".tmp" and path.name != _LOCK_FILE:
                 status = path.stat()
                 generation = f"{status.st_ino}-{status.st_mtime_ns}"
                 found[str(path.relative_to(root))] = (generation, path.read_bytes())
         return found
+
+    def lose(self, name: str) -> None:
+        (self._root / name).unlink()
 
     def fall_silent(self) -> None:
         if not self.is_silent:
@@ -115,15 +125,22 @@ class GcsMirror(MirrorPlace):
             self.fall_silent()
         return found
 
+    def lose(self, name: str) -> None:
+        self._server.clear_faults()
+        self._ask(f"o/{urllib.parse.quote(f'{self._prefix}/{name}', safe='')}", method="DELETE")
+        if self.is_silent:
+            self.fall_silent()
+
     def _get(self, query: str) -> dict[str, Any]:
         return dict(json.loads(self._ask(f"o?{query}")))
 
     def _bytes(self, name: str) -> bytes:
         return self._ask(f"o/{urllib.parse.quote(name, safe='')}?alt=media")
 
-    def _ask(self, path: str) -> bytes:
+    def _ask(self, path: str, method: str = "GET") -> bytes:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(f"{self._server.url}/storage/v1/b/{BUCKET}/{path}", timeout=60) as answer:
+        request = urllib.request.Request(f"{self._server.url}/storage/v1/b/{BUCKET}/{path}", method=method)
+        with opener.open(request, timeout=60) as answer:
             return bytes(answer.read())
 
     def fall_silent(self) -> None:
@@ -175,6 +192,9 @@ class World:
         asleep: Those of which nodes are stopped.
         truths: Every save that anybody has heard of, by its id.
         job_of_attempt: The job that claimed an attempt, by the attempt's id.
+        lost: The objects that a mirror lost, by url and name.
+        hurt: The saves that one lost an object of, by url and id: no promise holds for them there any more.
+        gone: Those of them of which nobody had another copy when that happened.
         content: The crc32c of every file of every save, by save id and plain path, as it was first seen.
         refused: Whether the last start refused to begin at step 0, so that a person has to decide.
         told: What happened, a line each.
@@ -189,6 +209,9 @@ class World:
     plans: dict[int, Plan] = field(default_factory=dict)
     disks_of_job: dict[int, dict[str, int]] = field(default_factory=dict)
     job_of_attempt: dict[str, int] = field(default_factory=dict)
+    lost: set[tuple[str, str]] = field(default_factory=set)
+    hurt: set[tuple[str, str]] = field(default_factory=set)
+    gone: set[tuple[str, str]] = field(default_factory=set)
     content: dict[tuple[str, str], int] = field(default_factory=dict)
     refused: bool = False
     told: list[str] = field(default_factory=list)
