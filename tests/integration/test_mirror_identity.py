@@ -275,7 +275,8 @@ def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees
         (tmp_path / "nfs/run").mkdir()
         (tmp_path / "nfs/run" / LOCK_FILE).write_text("no id")
         unread = seen_places(mirrors)
-        assert seen_elsewhere(unread, [{url: None}]) == {}  # its first contact says what is wrong
+        for others in ({url: None}, unread):
+            assert seen_elsewhere(unread, [others]) == {}  # its first contact says what is wrong
         assert seen_elsewhere(unread, [there]) == seen_elsewhere(here, [there])
         assert seen_elsewhere(here, [here, unread]) == {url: ("", "node 2, which cannot read it now,")}
         assert seen_elsewhere(there, [unread]) == {}

@@ -17,7 +17,7 @@ from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.core.names import part_name
 from ckptmirror.core.uncommitted import node_behind_text
 from ckptmirror.flow.drain import Drained, DrainReport, drain
-from ckptmirror.flow.places.catalog import local_catalog
+from ckptmirror.flow.places.catalog import catalogs_on, local_catalog
 from ckptmirror.flow.places.mirrors import close_mirrors, mirror_specs, open_mirrors
 from ckptmirror.flow.start.claim import DrainConfirmation
 from ckptmirror.flow.upload.transfer_progress import Transfers, Wait
@@ -50,6 +50,19 @@ def leave_unsent(rank: int, base: str, mirrors: Sequence[str], stopped: str, ste
 
 def steps_on(mirror: Path) -> set[int]:
     return {meta.step for meta in local_catalog(mirror).saves.values()}
+
+
+def test_i6_the_meta_of_all_names_what_a_node_sent_in_place_of_a_damaged_object(tmp_path: Path) -> None:
+    run_ranks(2, leave_unsent, str(tmp_path), ("mirror",), "ab", limit_s=WAIT_S)
+    mirror = tmp_path / "mirror"
+    assert drain(tmp_path / "b", timeout_s=1.0).pending
+    (sent,) = mirror.glob("extra_000002_rank1.pt")
+    sent.write_bytes(sent.read_bytes()[:100])
+    assert drain(tmp_path / "b", timeout_s=1.0).pending
+    shutil.move(tmp_path / "b", tmp_path / "lost")
+    assert drain(tmp_path / "a", timeout_s=WAIT_S).is_verified
+    (there,) = catalogs_on([f"file://{mirror}"])
+    assert {meta.step for meta in there.whole.values()} == {1, 2}
 
 
 def drain_both(base: Path, only: str) -> list[DrainReport]:

@@ -36,6 +36,6 @@ def seen_elsewhere(
         elif not own and seen_here:
             where, identity = next(iter(seen_here.items()))
             found[url] = str(identity), where
-        elif not own and (blind := [node for node, identity in there.items() if identity == UNKNOWN]):
+        elif own is None and (blind := [node for node, identity in there.items() if identity == UNKNOWN]):
             found[url] = "", f"{blind[0]}, which cannot read it now,"
     return found

@@ -50,7 +50,6 @@ from ckptmirror.flow.fetch.blocks import ObjectToRead, read_all
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.fetch.stage_progress import OnProgress
 from ckptmirror.flow.places.catalog import MetaCache, local_catalog, objects_of
-from ckptmirror.flow.places.mirrors import seen_places
 from ckptmirror.flow.retention.reconcile import forget_brought, note_brought, renew_records
 from ckptmirror.flow.save.persistent_dir import bring_snapshot
 from ckptmirror.flow.start.claim import RunClaim, StartOver
@@ -145,7 +144,7 @@ class Bringer:
         self._persistent = node.look_at_persistent()
         for disk in others:
             node.remember_places(disk.places)  # before a mirror is asked
-        self._elsewhere = seen_elsewhere(seen_places(node.mirrors), [disk.sees for disk in others])
+        self._elsewhere = seen_elsewhere(node.sees(), [disk.sees for disk in others])
         node.expect_places(self._elsewhere)
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()

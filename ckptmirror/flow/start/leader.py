@@ -178,12 +178,16 @@ class Node:
     def look_at_disk(self) -> DiskFacts:
         """Return what this node knows of its disk."""
         found = look_at_disk(self.root, self.table, keep_root_id(self.root))
-        seen = seen_places(self.mirrors)
-        return replace(found, places=self.places(), sees=seen, persistent_is_new=self.persistent_is_new)
+        return replace(found, places=self.places(), persistent_is_new=self.persistent_is_new)
 
     def places(self) -> dict[str, str]:
         """Return which place each mirror is, by URL, as far as this node remembers."""
         return remembered_places(self.root, self.table, self.mirrors)
+
+    def sees(self) -> dict[str, str | None]:
+        """Return which place is there now for each mirror of which this node remembers none; each may take 10 s."""
+        remembered = self.places()
+        return seen_places([mirror for mirror in self.mirrors if mirror.url not in remembered])
 
     def remember_places(self, places: Mapping[str, str]) -> None:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""

@@ -337,7 +337,7 @@ def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
     def look() -> DiskFacts | None:
         if node is None or ranks.rank == 0:
             return None
-        return node.look_at_disk()
+        return replace(node.look_at_disk(), sees=node.sees())
 
     found = gather_result(ranks, look, what="look at the disks", to="first")
     return [disk for disk in found.values() if disk is not None]

@@ -72,12 +72,16 @@ class MetaUpload(Sending):
         if meta.is_whole:
             self._write(meta, mine, meta_to_bytes(mine))
             return
-        came_last = meta.save_id not in context.awaited and self._publish_part(meta, mine)
+        objects = [artifact.object_name for artifact in mine.artifacts]
+        is_published = meta.save_id in context.awaited and context.published.get(meta.save_id) == objects
+        came_last = not is_published and self._publish_part(meta, mine)
+        context.published[meta.save_id] = objects
         if not self._is_settled(meta, mine, None, []):
             merged = self._merged(mine, came_last)
             context.confirm(context.mirror, meta)
             self._write(meta, mine, meta_to_bytes(merged))
         context.awaited.pop(meta.save_id, None)
+        context.published.pop(meta.save_id, None)
         context.left.pop(meta.save_id, None)
 
     def _write(self, meta: Meta, mine: Meta, data: bytes) -> None:
@@ -253,7 +257,7 @@ class MetaUpload(Sending):
         return NodeBehind(node_behind_text(part, self._context.mirror.url))
 
     def _publish_part(self, meta: Meta, mine: Meta) -> bool:
-        """Publish this node's part; return whether it was not there yet."""
+        """Publish this node's part; return whether it was not there yet. If it was, it names what was sent since."""
         if meta.partial:  # no stage brings a part: somebody else made this meta that of a copy
             raise StorePermanent(
                 f"The meta of step {meta.step} in {self._context.root} names only a part of the files of its node.",
@@ -263,8 +267,18 @@ class MetaUpload(Sending):
         try:
             self._store.write(own, meta_to_bytes(mine), if_generation=0, metadata=self._metadata(mine))
         except PreconditionFailed:
+            self._renew_part(own, mine)
             return False
         return True
+
+    def _renew_part(self, own: str, mine: Meta) -> None:
+        """Make a part that is there name the verified objects, so that no meta is made that names a damaged one."""
+        with contextlib.suppress(IntegrityError, ObjectNotFound, NewerFormat):  # whoever merges says what is wrong
+            data, info = self._store.read(own, limit_bytes=META_LIMIT_BYTES)
+            there = meta_from_bytes(data)
+            check_same_save([mine, there])
+            if _covers(there, mine):
+                self._naming_what_was_verified(there, mine, info, data)
 
     def _merged(self, mine: Meta, came_last: bool) -> Meta:
         """Merge the parts of all nodes.

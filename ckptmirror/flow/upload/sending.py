@@ -63,6 +63,7 @@ class UploadContext:
             files; the meta, sent last, asks again.
         awaited: The part of another node that a save waits for, once this node's is there, by save id; "" if all parts
             have been seen.
+        published: The object names in this node's part of each save that this process published or saw, by save id.
         left: How often this node left the meta of a save to another, since it saw all parts, by save id.
         under_way: Keeps what is being sent, for progress displays.
         read_by: The id of the attempt whose start read which names the mirror has; "" if none has.
@@ -76,6 +77,7 @@ class UploadContext:
     confirm: Confirm
     confirmed: set[str] = field(default_factory=set)
     awaited: dict[str, str] = field(default_factory=dict)
+    published: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     under_way: UnderWay = field(default_factory=UnderWay)
     read_by: str = ""
