@@ -119,7 +119,7 @@ def test_bytes_that_kill_are_found_shortened_and_kept(tmp_path: Path, monkeypatc
 def test_a_slice_of_fuzzing_finds_nothing(tmp_path: Path) -> None:
     pytest.importorskip("atheris", reason="atheris is not on this machine, and `make fuzz` needs it")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", "--seconds", "15", "--seed", "1", "--folder", str(tmp_path)],
+        [sys.executable, "-m", "tests.fuzz", "--seconds", "8", "--seed", "1", "--folder", str(tmp_path)],
         cwd=HOME,
         capture_output=True,
         text=True,

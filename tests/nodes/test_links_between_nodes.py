@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.testing import GcsServerProcess
+from tests.crash.campaign import FULL
 from tests.nodes.links import Link, linked_nodes
 from tests.nodes.test_torchrun_on_nodes import LIMIT_S, SETTINGS
 
@@ -90,7 +91,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
             straight.kill()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES if FULL else PLACES[1:])
 def test_a_link_that_is_cut_in_a_save_fails_it_on_both_nodes_and_the_job_goes_on_after_it_is_back(
     place: str, expected: str, link: Link, tmp_path: Path
 ) -> None:

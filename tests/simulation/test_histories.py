@@ -20,7 +20,7 @@ FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 SEED = int(os.environ.get("CKPTMIRROR_CAMPAIGN_SEED") or (random.SystemRandom().randrange(1_000_000) if FULL else 1))
 CAMPAIGN_S = 600.0
 ALWAYS = 8  # the same histories in every run, before those that the seed gives
-SLICE = 30  # so many histories in `make test`, those included
+SLICE = 20  # so many histories in `make test`, those included
 HISTORIES_PER_BUG = 400 if FULL else 60
 
 

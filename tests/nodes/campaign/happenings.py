@@ -339,10 +339,12 @@ def _see_off(world: World, woken: list[Job]) -> None:
 
 
 def lose_disk(world: World, watch: Watch, draw: random.Random) -> None:
+    """A node loses its disk, or all do."""
     node = draw.choice(world.free or [""])
-    if node and world.root(node).exists():
-        world.told.append(f"  node {node} loses its disk")
-        world.lose_disk(node)
+    for lost in world.free if draw.random() < 0.25 else [node]:
+        if lost and world.root(lost).exists():
+            world.told.append(f"  node {lost} loses its disk")
+            world.lose_disk(lost)
 
 
 def keep_copy(world: World, watch: Watch, draw: random.Random) -> None:
