@@ -8,7 +8,8 @@ Rules:
 * A start over by a person that goes on where such a start has saved since is the same command, started again.
 * A copy that somebody staged counts on the disks that made the save, while one of them has its own part.
 * The persistent directory is one more disk of every job. So is a mirror, for parts of saves of which disks have others.
-* Files of single ranks are for as many ranks: once a mirror lost one, another number may do without it, or go back.
+* Once a mirror lost an object: what no place has whole counts if each file is somewhere. Files of single ranks are for
+  as many ranks; another number may do without one that is lost, or go back.
 * An emergency snapshot is for any number of ranks: no job of a campaign has ranks whose values differ.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptmirror.core.model import Attempt, Meta
-from tests.nodes.campaign.sight import Seen, look_at_disk, look_at_mirror, together
+from tests.nodes.campaign.sight import Seen, anywhere, look_at_disk, look_at_mirror, together
 from tests.nodes.campaign.world import World
 from tests.simulation.reference import (
     Allowed,
@@ -60,10 +61,8 @@ def view_of(world: World, nodes: Iterable[str], *, mirrors: bool, without_ranks:
 
     ``without_ranks``: files of single ranks need not be there.
     """
-    paths = [*(world.root(node) for node in sorted(set(nodes))), world.kept]
-    disks = [look_at_disk(world, path, without_ranks=without_ranks) for path in paths]
-    asked = world.mirrors if mirrors else []
-    there = [look_at_mirror(world, one.url, one.objects(), without_ranks=without_ranks) for one in asked]
+    disks = [look_at_disk(world, path) for path in [*(world.root(node) for node in sorted(set(nodes))), world.kept]]
+    there = [look_at_mirror(world, mirror.url, mirror.objects()) for mirror in world.mirrors] if mirrors else []
     disk = together(disks)
     here = {meta.save_id for meta in disk.metas if meta.staged_from is None}
     disk.shares += [share for place in there for share in place.parts if share.meta.save_id in here]
@@ -71,7 +70,7 @@ def view_of(world: World, nodes: Iterable[str], *, mirrors: bool, without_ranks:
     attempts = _attempts([*disks, *there])
     kinds: dict[str, set[str]] = {}
     metas: dict[str, Meta] = {}
-    for place in places:
+    for place in [anywhere(places, without_ranks=without_ranks)] if world.lost else places:
         for save_id, (meta, whole) in place.whole().items():
             metas[save_id] = meta
             kinds.setdefault(save_id, set()).update(whole)

@@ -7,8 +7,8 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptmirror.core import names
@@ -17,7 +17,10 @@ from ckptmirror.core.model import Artifact, AttemptList, Kind, Meta
 from ckptmirror.local.checksums import crc32c
 from tests.nodes.campaign.world import Broken, Mixed, Object, World
 
-__all__ = ["Seen", "Share", "look_at_disk", "look_at_mirror", "together"]
+__all__ = ["Seen", "Share", "anywhere", "look_at_disk", "look_at_mirror", "together"]
+
+
+_OF_A_RANK = ("extra_", "tensors_", "optim_")
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,14 @@ class Share:
     Attributes:
         shares: The nodes, or of an emergency snapshot the ranks, whose files it names; of a whole save all.
         of: How many shares the save has.
+        files: The save's id and the plain path of each file that is there.
     """
 
     meta: Meta
     kinds: tuple[Kind, ...]
     shares: frozenset[int]
     of: int
+    files: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass
@@ -80,8 +85,28 @@ def together(places: Iterable[Seen]) -> Seen:
     return seen
 
 
-def look_at_disk(world: World, root: Path, *, without_ranks: bool = False) -> Seen:
-    """Look at what a root has. ``without_ranks``: a kind is whole without the files of single ranks."""
+def anywhere(places: Sequence[Seen], *, without_ranks: bool) -> Seen:
+    """All places as one, in which a file of a save is there if any of them has it.
+
+    ``without_ranks``: files of single ranks need not be there.
+    """
+    files = set[tuple[str, str]]().union(*(share.files for place in places for share in (*place.shares, *place.parts)))
+
+    def is_there(meta: Meta, kind: Kind) -> bool:
+        needed = [names.plain(artifact.path) for artifact in meta.artifacts if kind in artifact.kinds]
+        spared = _OF_A_RANK if without_ranks else ()
+        return all((meta.save_id, path) in files or path.startswith(spared) for path in needed)
+
+    return Seen(
+        [
+            replace(share, kinds=tuple(kind for kind in share.meta.kinds if is_there(share.meta, kind)))
+            for place in places
+            for share in place.shares
+        ]
+    )
+
+
+def look_at_disk(world: World, root: Path) -> Seen:
     seen = Seen()
     if not root.exists():
         return seen
@@ -89,7 +114,7 @@ def look_at_disk(world: World, root: Path, *, without_ranks: bool = False) -> Se
     for path in paths:
         meta = meta_from_bytes(path.read_bytes())
         found = {artifact: _read(root / artifact.path) for artifact in meta.artifacts}
-        seen.shares.append(_share(world, str(root), meta, found, without_ranks))
+        seen.shares.append(_share(world, str(root), meta, found))
     listed = root / names.ATTEMPTS_NAME
     seen.attempts = attempts_from_bytes(listed.read_bytes()) if listed.exists() else None
     for path in root.iterdir():
@@ -99,8 +124,7 @@ def look_at_disk(world: World, root: Path, *, without_ranks: bool = False) -> Se
     return seen
 
 
-def look_at_mirror(world: World, url: str, objects: dict[str, Object], *, without_ranks: bool = False) -> Seen:
-    """Look at what a mirror has, as :func:`look_at_disk`."""
+def look_at_mirror(world: World, url: str, objects: dict[str, Object]) -> Seen:
     seen = Seen(loose=objects.keys() - {names.WRITER_NAME})
     for name, (_, data) in objects.items():
         parsed = names.parse_name(name)
@@ -112,7 +136,7 @@ def look_at_mirror(world: World, url: str, objects: dict[str, Object], *, withou
         found = {one: objects[one.object_name][1] if one.object_name in objects else None for one in meta.artifacts}
         if any(data is None and (url, one.object_name) not in world.lost for one, data in found.items()):
             raise Broken(f"{name} on {url} names files that are not there (I6)")
-        share = _share(world, url, meta, found, without_ranks)
+        share = _share(world, url, meta, found)
         (seen.shares if parsed.role == "meta" else seen.parts).append(share)
     listed = objects.get(names.WRITER_NAME)
     seen.attempts = attempts_from_bytes(listed[1]) if listed is not None else None
@@ -126,21 +150,20 @@ def _read(path: Path) -> bytes | None:
         return None
 
 
-def _share(world: World, place: str, meta: Meta, found: dict[Artifact, bytes | None], without_ranks: bool) -> Share:
+def _share(world: World, place: str, meta: Meta, found: dict[Artifact, bytes | None]) -> Share:
     world.truth_of(meta)
     lacking: set[Kind] = set()
     for artifact, data in found.items():
         key = (meta.save_id, names.plain(artifact.path))
         if world.content.setdefault(key, artifact.digest.crc32c) != artifact.digest.crc32c:
             raise Mixed(f"two metas of save {meta.save_id[:8]} name other bytes for {key[1]}")
-        if data is None and without_ranks and artifact.path.startswith(("extra_", "tensors_", "optim_")):
-            continue
         if data is None:
             lacking.update(artifact.kinds)
         elif (len(data), crc32c(data)) != (artifact.digest.size_bytes, artifact.digest.crc32c):
             raise Mixed(f"{artifact.path} of save {meta.save_id[:8]} in {place} is not what was saved")
     kinds = tuple(kind for kind in meta.kinds if kind not in lacking)
+    files = frozenset((meta.save_id, names.plain(one.path)) for one, data in found.items() if data is not None)
     if meta.kinds == ("emergency",):
         ranks = frozenset(artifact.rank for artifact in meta.artifacts if artifact.rank is not None)
-        return Share(meta, kinds, ranks, meta.world_size)
-    return Share(meta, kinds, frozenset(range(meta.nodes) if meta.is_whole else [meta.node]), meta.nodes)
+        return Share(meta, kinds, ranks, meta.world_size, files)
+    return Share(meta, kinds, frozenset(range(meta.nodes) if meta.is_whole else [meta.node]), meta.nodes, files)
