@@ -94,7 +94,7 @@ scale: setup  ## Count what a save and a start cost a job of 1 to 100 nodes of 8
 campaign: setup  ## Kill at every crash point, play long histories: not only the slice that `make test` takes
 	CKPTMIRROR_CAMPAIGN=full $(BIN)/python -m pytest tests/crash tests/simulation tests/unit/core/start \
 	    tests/integration/test_random_loads.py tests/nodes/test_crash_points_on_nodes.py \
-	    tests/nodes/test_kubernetes_job.py tests/nodes/test_links_between_nodes.py --timeout=3600
+	    tests/nodes/test_kubernetes_job.py tests/nodes/test_links_between_nodes.py tests/nodes/test_zombies_on_nodes.py --timeout=3600
 
 matrix: setup  ## Load what 1 to 8 ranks saved, of each kind and under each wrapper, or were killed after, on 1 to 8 ranks
 	CKPTMIRROR_MATRIX=full $(BIN)/python -m pytest -v tests/integration/test_matrix.py --timeout=3600

@@ -36,7 +36,7 @@ __all__ = ["FULL", "SEED", "Campaign", "StoryServer", "check", "quick", "run_cam
 
 FULL = os.environ.get("CKPTMIRROR_CAMPAIGN") == "full"
 SEED = int(os.environ.get("CKPTMIRROR_CAMPAIGN_SEED") or random.SystemRandom().randrange(1_000_000))
-SLICE = 8  # about as many cases of each campaign in `make test`, beside those that matter by their label
+SLICE = 5  # about as many cases of each campaign in `make test`, beside those that matter by their label
 LANES = 2
 UNREACHED_SHARE = 0.1  # threads beside one another: a rare point may come one time less often
 
