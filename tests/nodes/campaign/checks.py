@@ -5,20 +5,22 @@ Rules:
   disks and the parts on a mirror together have all of it; one that was acknowledged as mirrored stays on every mirror,
   and can be staged.
 * A mirror that lost an object owes it to nobody; what disks had of that save then, they keep until it is there again.
-* Replaced: no object, and no committed file, ever changes; lists of attempts only grow.
+* Replaced: no object, and no committed file, ever changes; lists of attempts only grow. Where a mirror lost a file, and
+  it was sent again under another name, a meta or part may name that.
 * Mixed: every file of a save has the same bytes wherever it is, and they hold the numbers of that save and no other.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ckptmirror import load_checkpoint
 from ckptmirror.core import names
-from ckptmirror.core.codec import attempts_from_bytes
+from ckptmirror.core.codec import attempts_from_bytes, meta_from_bytes
 from ckptmirror.core.model import Kind, Meta
 from ckptmirror.flow.fetch.stage import stage_save
 from ckptmirror.flow.places.catalog import mirror_catalog
@@ -81,13 +83,25 @@ class Watch:
 
     def _check_kept(self, url: str, objects: dict[str, Object]) -> None:
         for name, before in self._objects.get(url, {}).items():
-            if name != names.WRITER_NAME and objects.get(name) != before:
+            if name == names.WRITER_NAME or objects.get(name) == before:
+                continue
+            if name not in objects or not self._names_what_was_sent_again(url, name, before[1], objects[name][1]):
                 raise Broken(f"{name} on {url} was {'replaced' if name in objects else 'deleted'}")
         if names.WRITER_NAME in objects:
             listed = {one.id for one in attempts_from_bytes(objects[names.WRITER_NAME][1]).attempts}
             if forgotten := self._listed.get(url, set()) - listed:
                 raise Broken(f"the list of {url} forgot {sorted(forgotten)}")
             self._listed[url] = listed
+
+    def _names_what_was_sent_again(self, url: str, name: str, before: bytes, now: bytes) -> bool:
+        parsed = names.parse_name(name)
+        if parsed is None or parsed.role not in ("meta", "part"):
+            return False
+        old, new = meta_from_bytes(before), meta_from_bytes(now)
+        if _without_objects(old) != _without_objects(new):
+            return False
+        changed = [one.object_name for one, other in zip(old.artifacts, new.artifacts, strict=True) if one != other]
+        return bool(changed) and all((url, one) in self._world.lost for one in changed)
 
     def _check_not_lost(self, truth: Truth, disks: dict[str, Seen]) -> None:
         lacking = [url for url, seen in self._mirrored.items() if truth.save_id not in seen.whole()]
@@ -133,6 +147,10 @@ class Watch:
             if not torch.equal(tensor.flatten(), expected):
                 raise Mixed(f"{kind} of step {meta.step} from {mirror.url}: {name} is {tensor}, not of code {code}")
         shutil.rmtree(dest)
+
+
+def _without_objects(meta: Meta) -> Meta:
+    return replace(meta, artifacts=tuple(replace(one, object=None) for one in meta.artifacts))
 
 
 def _main(dest: Path, meta: Meta, kind: Kind) -> Path:
