@@ -18,6 +18,7 @@ from ckptmirror.testing import Fault, GcsServerProcess
 from tests.kit.faulty_store import StoreFault
 from tests.kit.mirrors import bucket_url, object_names
 from tests.kit.roots import MirroredRoot, assert_arrived, make_pending
+from tests.kit.saves import make_save
 
 MIB = 1024 * 1024
 BUCKET = "uploads"
@@ -96,6 +97,20 @@ def test_one_refused_checksum_of_a_small_write_fails_nothing(
     assert [seen["fired"] for seen in own_server.faults_seen()] == [1]
     sent = [e["status"] for e in own_server.log("upload.multipart") if e["object"].endswith(name)]
     assert sent[:2] == [400, 200]
+
+
+def test_the_damaged_meta_of_another_save_of_the_step_leaves_a_save_its_other_names(
+    server: GcsServerProcess, gs: MirroredRoot
+) -> None:
+    make_save(gs.root.parent / "other", 100)
+    gs.store.write("meta_000100.json", (gs.root.parent / "other/meta_000100.json").read_bytes(), if_generation=0)
+    server.faults([Fault(operation="object.media", object="meta_000100.json", corrupt_byte_at=30, times=0)])
+    meta = gs.commit(100)
+    gs.upload()
+    server.clear_faults()
+    assert_arrived(gs, meta)
+    there = [one for one in object_names(gs.store) if one != "meta_000100.json"]
+    assert [one for one in there if names.untagged(one) == one] == []
 
 
 def test_stalled_socket_times_out(server: GcsServerProcess, tmp_path: Path) -> None:

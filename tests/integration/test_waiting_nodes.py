@@ -13,7 +13,7 @@ import pytest
 
 from ckptmirror.cli._human_text import size
 from ckptmirror.core import names
-from ckptmirror.core.codec import meta_to_bytes
+from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import AttemptFenced
 from ckptmirror.core.model import Meta
 from ckptmirror.core.uncommitted import is_behind_text
@@ -170,6 +170,25 @@ def test_a_node_that_waits_for_another_sends_its_own_part_again_if_the_mirror_lo
         done.table.end_delays([nodes.url])
         upload_save(context, save_id)
     assert part.exists()
+    assert context.awaited[save_id]
+
+
+def test_a_node_that_waits_for_another_makes_its_part_name_what_it_sends_again(nodes: Nodes) -> None:
+    """Another process may find that the mirror damaged a file, and the one that waits may be who sends it again."""
+    done, _ = nodes.places
+    context, save_id = done.context(), nodes.parts[0].save_id
+    upload_save(context, save_id)
+    mirror = Path(nodes.url.removeprefix("file://"))
+    (part,) = (mirror / "parts").iterdir()
+    first = next(record for record in done.records() if record.role == "artifact")
+    (mirror / first.path).write_bytes(b"damaged")
+    done.table.unverify(save_id, first.path, nodes.url, "it is damaged")
+    done.table.end_delays([nodes.url])
+    upload_save(context, save_id)
+    (again,) = [record for record in done.records() if record.path == first.path]
+    named = {one.path: one.object for one in meta_from_bytes(part.read_bytes()).artifacts}
+    assert again.object != first.path
+    assert named[first.path] == again.object
     assert context.awaited[save_id]
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptmirror.core import events, names
@@ -64,16 +65,15 @@ class MetaUpload(Sending):
         """
         context = self._context
         meta = self._local_meta()
-        self._ask_for_awaited(meta)
+        objects = self._objects(meta)
+        is_published = self._ask_for_awaited(meta, objects)
         context.confirm(context.mirror, meta, is_part=not meta.is_whole)
         context.confirmed.discard(meta.save_id)
-        mine = self._mirror_meta(meta)
+        mine = self._mirror_meta(meta, objects)
         self._check_artifacts(mine)
         if meta.is_whole:
             self._write(meta, mine, meta_to_bytes(mine))
             return
-        objects = [artifact.object_name for artifact in mine.artifacts]
-        is_published = meta.save_id in context.awaited and context.published.get(meta.save_id) == objects
         came_last = not is_published and self._publish_part(meta, mine)
         context.published[meta.save_id] = objects
         if not self._is_settled(meta, mine, None, []):
@@ -208,17 +208,21 @@ class MetaUpload(Sending):
         if changed:
             raise Temporary(f"{mirror.url}: {changed[0]} ({len(changed)} in all): they are sent again before the meta.")
 
-    def _mirror_meta(self, meta: Meta) -> Meta:
+    def _objects(self, meta: Meta) -> dict[str, str | None]:
+        """Return the object name of each file of the save that is queued, by path; None if it has none yet."""
+        records = self._context.table.records(save_id=meta.save_id, mirror=self._context.mirror.url)
+        return {record.path: record.object for record in records if record.role == "artifact"}
+
+    def _mirror_meta(self, meta: Meta, objects: Mapping[str, str | None]) -> Meta:
         """Return the node's meta, with the object name of each artifact whose object name differs from its path.
+
+        Args:
+            meta: The local meta.
+            objects: The object names.
 
         Raises:
             StorePermanent: The whole save was staged in the place of this node's part, and its files are not queued.
         """
-        objects = {
-            r.path: r.object
-            for r in self._context.table.records(save_id=meta.save_id, mirror=self._context.mirror.url)
-            if r.role == "artifact"
-        }
         if any(artifact.path not in objects for artifact in meta.artifacts):
             raise StorePermanent(
                 f"More of step {meta.step} was staged into {self._context.root} since its files were queued: another "
@@ -236,22 +240,29 @@ class MetaUpload(Sending):
         plain = names.untagged(self._record.path)
         return [plain, names.tagged(plain, meta.save_id)]
 
-    def _ask_for_awaited(self, meta: Meta) -> None:
+    def _ask_for_awaited(self, meta: Meta, objects: Mapping[str, str | None]) -> bool:
         """Ask for the part that this node waits for, and whether this attempt may still wait.
 
-        If the mirror has lost this node's own part meanwhile, it waits for nothing: it is sent again first.
+        If the mirror has lost this node's own part meanwhile, or a file was sent again under another name, it waits
+        for nothing: its part comes first.
+
+        Returns:
+            Whether its own part is there, and names these objects.
 
         Raises:
             NodeBehind: It is not there yet, and neither is the whole meta, which may outlive it.
             AttemptFenced: A newer attempt has started: the other node sends nothing more.
         """
-        awaited = self._context.awaited.get(meta.save_id) if not meta.is_whole else None
+        awaited = self._context.awaited.get(meta.save_id)
+        if awaited is None or self._context.published.get(meta.save_id) != objects:
+            return False
         if awaited and all(self._store.stat(name) is None for name in (awaited, *self._whole_names(meta))):
             if self._store.stat(names.part_name(meta.step, meta.save_id, meta.node + 1, meta.nodes)) is None:
                 self._context.awaited.pop(meta.save_id, None)
-                return
+                return False
             self._context.confirm(self._context.mirror, None)
             raise self._behind(awaited)
+        return True
 
     def _behind(self, part: str) -> NodeBehind:
         return NodeBehind(node_behind_text(part, self._context.mirror.url))

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ckptmirror.core import events, names, signing
 from ckptmirror.core.codec import is_signed, meta_from_bytes
-from ckptmirror.core.errors import BrokenMeta, IntegrityError, ObjectNotFound, StorePermanent
+from ckptmirror.core.errors import BrokenMeta, IntegrityError, StorePermanent
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.verification import delete_command
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, read_mirror_meta
@@ -77,7 +77,7 @@ class UploadContext:
     confirm: Confirm
     confirmed: set[str] = field(default_factory=set)
     awaited: dict[str, str] = field(default_factory=dict)
-    published: dict[str, list[str]] = field(default_factory=dict)
+    published: dict[str, dict[str, str | None]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     under_way: UnderWay = field(default_factory=UnderWay)
     read_by: str = ""
@@ -130,7 +130,7 @@ class Sending:
         name, own = names.SaveName(meta.step).meta, names.parts_prefix(meta.step, meta.save_id)
         if any(not one.name.startswith(own) for one in self._store.list(names.parts_of_step(meta.step))):
             return True
-        with contextlib.suppress(ObjectNotFound, BrokenMeta):
+        with contextlib.suppress(StorePermanent, IntegrityError):  # there is none, or it cannot be read
             return read_mirror_meta(self._store, name)[0].save_id != meta.save_id
         return self._store.stat(name) is not None
 
