@@ -6,7 +6,8 @@ Rules:
 * After that the store itself checks that it is still the same place.
 * A verb in a root that has saved nothing may only read where none is remembered: somebody looks why a start is refused.
 * If the root remembers none, it may be told which place another node of the job sees under this URL (``expect``), and
-  uses no other: where the file system is not mounted there is an empty directory, or what somebody left in it.
+  uses no other: where the file system is not mounted there is an empty directory, or what somebody left in it. Or it
+  may be told to make none.
 * A store that cannot have an identity is used as it is. A store in a local directory may get one later (it was
   read-only), so it is asked again at each call until it has one.
 """
@@ -26,6 +27,7 @@ from ckptmirror.stores.file_place import read_identity
 __all__ = ["SamePlaceStore", "identity_now"]
 
 _Result = TypeVar("_Result")
+_MOUNT_HINT = "Mount it on every node. If you recreated the mirror on purpose, give it a new URL."
 _READS = ("stat", "list", "read", "download")
 
 
@@ -67,14 +69,15 @@ class SamePlaceStore(StoreDecorator):
         self._recall = recall
         self._remember = remember
         self._is_met = False
-        self._expected: tuple[str, str] | None = None
+        self._expected: tuple[str | None, str] | None = None
 
-    def expect(self, place: tuple[str, str] | None) -> None:
+    def expect(self, place: tuple[str | None, str] | None) -> None:
         """Be only this place, as long as none is remembered.
 
         Args:
             place: Its identity, and who sees it: "node 1"; None: any place will do.
-                No place will do whose identity is "": it is not certain which one.
+                No place will do whose identity is "": it is not certain which one. Any that is a mirror already will do
+                whose identity is None: somebody else makes one.
         """
         self._expected = place
 
@@ -82,16 +85,19 @@ class SamePlaceStore(StoreDecorator):
         return self._look(expected if expected is not None else self._recall())
 
     def _look(self, expected: str | None) -> str | None:
-        if expected is None and self._expected is not None:
+        if expected is None and self._expected is not None and self._store.local_directory is not None:
             identity, where = self._expected
-            if identity_now(self._store) != identity:
-                raise StoreTemporary(
-                    f"{self.url} is not the place here that {where} has under this URL: is it mounted?"
-                    if identity
-                    else f"{self.url} may not be the place here that {where} has under this URL: is it mounted?",
-                    hint="Mount it on every node. If you recreated the mirror on purpose, give it a new URL.",
-                )
+            there = identity_now(self._store)
+            if there != identity if identity is not None else there is None:
+                raise StoreTemporary(self._not_expected(identity, where), hint=_MOUNT_HINT)
         return self._store.identity(expected)
+
+    def _not_expected(self, identity: str | None, where: str) -> str:
+        if identity is None:
+            return f"{self.url} is no mirror here, and only {where} makes it one: is it mounted?"
+        if not identity:
+            return f"{self.url} may not be the place here that {where} has under this URL: is it mounted?"
+        return f"{self.url} is not the place here that {where} has under this URL: is it mounted?"
 
     def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
         """Make the call once the store behind is known to be the right place."""

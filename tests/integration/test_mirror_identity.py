@@ -292,6 +292,21 @@ def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees
         assert mirrors[0].store.identity() == there[url]
 
 
+def test_a_mirror_that_another_node_is_to_make_is_used_once_it_is_there(tmp_path: Path) -> None:
+    (tmp_path / "new" / names.CONTROL_DIR).mkdir(parents=True)
+    (tmp_path / "nfs").mkdir()
+    url = f"file://{tmp_path}/nfs/run"
+    with UploadsTable.open(tmp_path / "new" / names.TABLE_NAME, create=True) as table:
+        (mirror,) = open_mirrors([MirrorSpec(url)], tmp_path / "new", table)
+        expect_places([mirror], {url: (None, "node 0")})
+        with pytest.raises(StoreTemporary, match=r"is no mirror here, and only node 0 makes it one: is it mounted\?"):
+            mirror.store.stat("any")
+        assert list((tmp_path / "nfs").iterdir()) == []
+        made = open_store(url).identity()
+        assert mirror.store.stat("any") is None
+        assert table.mirror_identity(url) == made
+
+
 def test_i12_what_is_remembered_of_a_mirror_and_broke_is_not_taken_for_nothing(tmp_path: Path) -> None:
     root, url = mirrored_root(tmp_path)
     with UploadsTable.open(root / names.TABLE_NAME) as table:

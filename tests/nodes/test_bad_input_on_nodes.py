@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from ckptmirror.core.errors import CkptMirrorError, ConfigError, RankFailed, Roo
 from ckptmirror.core.sealed_json import seal
 from ckptmirror.flow.drain import drain
 from ckptmirror.local.lock import RootLock
+from ckptmirror.stores.file_place import LOCK_FILE
 from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import ALONE_S, WAIT_S, Job, built, expect, take_part, train
 
@@ -140,11 +141,11 @@ def test_a_node_whose_clock_is_a_day_off_saves_mirrors_rotates_and_resumes_like_
     expect(Job(tmp_path, "ac").run(), 5, job.url, second[0])
 
 
-def put_nothing_at(place: Path) -> None:
+def put_nothing_at(place: Path, other: str = "empty") -> None:
     """Let this process see an empty directory in the place of another, as if a file system was not mounted there."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
-    for arguments in (["--make-rprivate", "/"], ["--bind", f"{place.parent}/empty", str(place)]):
+    for arguments in (["--make-rprivate", "/"], ["--bind", f"{place.parent}/{other}", str(place)]):
         subprocess.run(["mount", *arguments], check=True)
 
 
@@ -210,10 +211,10 @@ def test_nor_do_nodes_that_are_all_new(tmp_path: Path) -> None:
     expect(Job(tmp_path, "ef").run(), 1, job.url, saved[0])
 
 
-def save_beside_optional(rank: int, base: str, nodes: str, lacking: tuple[int, ...]) -> int:
-    """Save once, with an optional mirror that is not mounted on some nodes; return the step."""
-    if rank in lacking:
-        put_nothing_at(Path(base) / "optional")
+def save_beside_optional(rank: int, base: str, nodes: str, there: Sequence[str]) -> int:
+    """Save once, where another directory is in the place of an optional mirror on some nodes; return the step."""
+    if there[rank] != "optional":
+        put_nothing_at(Path(base) / "optional", there[rank])
     mirrors = [f"file://{base}/mirror", MirrorSpec(f"file://{base}/optional", required=False)]
     state = built("fsdp")
     with CheckpointManager(Path(base) / nodes[rank], mirrors, kinds=("dcp",), timeout_s=WAIT_S) as manager:
@@ -235,12 +236,24 @@ def drain_without_mount(rank: int, base: str) -> int:
 def test_new_nodes_take_nothing_for_an_optional_mirror_that_one_of_them_sees(tmp_path: Path) -> None:
     for name in ("optional", "empty"):
         (tmp_path / name).mkdir()
-    for step, (nodes, lacking) in enumerate([("abc", ()), ("def", (0, 2)), ("def", ())], 1):
-        assert run_ranks(3, save_beside_optional, str(tmp_path), nodes, lacking, limit_s=WAIT_S) == [step] * 3
+    all_see, few_see = ["optional"] * 3, ["empty", "optional", "empty"]
+    for step, (nodes, there) in enumerate([("abc", all_see), ("def", few_see), ("def", all_see)], 1):
+        assert run_ranks(3, save_beside_optional, str(tmp_path), nodes, there, limit_s=WAIT_S) == [step] * 3
         assert list((tmp_path / "empty").iterdir()) == []
-        if lacking:  # nor does a verb there, after the trainer has ended
+        if there == few_see:  # nor does a verb there, after the trainer has ended
             assert run_ranks(1, drain_without_mount, str(tmp_path), limit_s=WAIT_S) != [0]
             assert list((tmp_path / "empty").iterdir()) == []
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_no_other_node_makes_the_mirror_that_the_first_node_cannot_read_now(tmp_path: Path) -> None:
+    for name in ("optional", "empty", "broken"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "broken" / LOCK_FILE).write_text("no id")
+    all_see = ["optional"] * 2
+    for step, (nodes, there) in enumerate([("ab", all_see), ("cd", ["broken", "empty"]), ("cd", all_see)], 1):
+        assert run_ranks(2, save_beside_optional, str(tmp_path), nodes, there, limit_s=WAIT_S) == [step] * 2
+        assert list((tmp_path / "empty").iterdir()) == []
 
 
 def resume_beside(rank: int, base: str, lacking: int) -> tuple[str, ...]:

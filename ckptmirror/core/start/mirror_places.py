@@ -2,6 +2,7 @@
 
 Rules:
 * Where the first node sees none and others see one, it is that one.
+* Where no node sees one, the first node makes it, and no other.
 * Where nodes see several, nobody can tell which is the right one: then none is. So it is where the first node sees
   none, and another cannot tell what is there.
 """

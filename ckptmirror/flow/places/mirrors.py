@@ -340,7 +340,7 @@ def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str | None]:
     return seen
 
 
-def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, tuple[str, str]]) -> None:
+def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, tuple[str | None, str]]) -> None:
     """Take no other place than these for a mirror that nobody remembers (``core.start.mirror_places``)."""
     for mirror in mirrors:
         if isinstance(mirror.store, SamePlaceStore):

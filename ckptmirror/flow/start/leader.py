@@ -193,6 +193,11 @@ class Node:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
         remember_places(self.root, self.table, places)
 
+    def take_places(self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str, str]]) -> None:
+        """Use the places that the first node knows, or sees elsewhere. It alone makes what is a mirror nowhere."""
+        self.remember_places(places)
+        expect_places(self.mirrors, {**{mirror.url: (None, "node 0") for mirror in self.mirrors}, **elsewhere})
+
     def expect_places(self, places: Mapping[str, tuple[str, str]]) -> None:
         """Take no other place for a mirror than these, unless this node remembers it: see ``SamePlaceStore.expect``."""
         expect_places(self.mirrors, places)

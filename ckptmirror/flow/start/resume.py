@@ -397,9 +397,8 @@ def _complete(
 
     def lacks_any() -> bool:
         nonlocal mine
-        if node is not None:
-            node.remember_places(proposal.places)
-            node.expect_places(proposal.elsewhere)
+        if node is not None and ranks.rank != 0:
+            node.take_places(proposal.places, proposal.elsewhere)
         mine = look()
         return bool(mine.lacks)
 
@@ -640,8 +639,7 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
             return
         claim = own
         if claim is None:
-            node.remember_places(proposal.places)
-            node.expect_places(proposal.elsewhere)
+            node.take_places(proposal.places, proposal.elsewhere)
             claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
             claim.join(made.unclaimed)
         node.remember_places({url: place for url, (place, _) in proposal.elsewhere.items() if place})  # for verbs, too
