@@ -15,13 +15,16 @@ from typing import Any
 
 import pytest
 
+import ckptmirror.flow.places.mirrors
 import ckptmirror.manager
 from ckptmirror import CheckpointManager, MirrorSpec, list_checkpoints
-from ckptmirror.core.errors import CkptMirrorError, ConfigError, RankFailed, RootLocked, WaitTimeout
+from ckptmirror.core.errors import CkptMirrorError, ConfigError, RankFailed, RootLocked, StoreTemporary, WaitTimeout
 from ckptmirror.core.sealed_json import seal
 from ckptmirror.flow.drain import drain
 from ckptmirror.local.lock import RootLock
+from ckptmirror.stores.base import Store
 from ckptmirror.stores.file_place import LOCK_FILE
+from ckptmirror.stores.same_place import identity_now
 from tests.kit.processes import outcome, run_ranks
 from tests.nodes.jobs import ALONE_S, WAIT_S, Job, built, expect, take_part, train
 
@@ -254,6 +257,32 @@ def test_no_other_node_makes_the_mirror_that_the_first_node_cannot_read_now(tmp_
     for step, (nodes, there) in enumerate([("ab", all_see), ("cd", ["broken", "empty"]), ("cd", all_see)], 1):
         assert run_ranks(2, save_beside_optional, str(tmp_path), nodes, there, limit_s=WAIT_S) == [step] * 2
         assert list((tmp_path / "empty").iterdir()) == []
+
+
+def save_on_new_mirror(rank: int, base: str) -> bool:
+    """Save once, where the first look of node 1 at a mirror that is not there yet fails; return whether it did."""
+    has_failed = False
+
+    def look(store: Store) -> str | None:
+        nonlocal has_failed
+        if rank == 1 and not has_failed:
+            has_failed = True
+            raise StoreTemporary("Stale file handle.")
+        return identity_now(store)
+
+    ckptmirror.flow.places.mirrors.identity_now = look
+    state = built("fsdp")
+    with CheckpointManager(
+        Path(base) / "ab"[rank], [f"file://{base}/new"], kinds=("dcp",), timeout_s=WAIT_S
+    ) as manager:
+        assert manager.resume(state) is None
+        train(state, rank, 1)
+        manager.save(1, state).wait("mirrored", timeout_s=WAIT_S)
+    return has_failed
+
+
+def test_a_first_look_that_fails_once_keeps_no_job_from_a_new_mirror(tmp_path: Path) -> None:
+    assert run_ranks(2, save_on_new_mirror, str(tmp_path), limit_s=WAIT_S) == [False, True]
 
 
 def resume_beside(rank: int, base: str, lacking: int) -> tuple[str, ...]:

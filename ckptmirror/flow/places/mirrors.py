@@ -72,6 +72,7 @@ __all__ = [
 _NOTE_FORMAT = "ckptmirror-mirror"
 _NOTE_LIMIT_BYTES = 64 * 1024
 _LOG_EVERY_S = 30.0
+_LOOK_EVERY_S = 1.0
 _log = logging.getLogger("ckptmirror")
 
 
@@ -326,18 +327,31 @@ def remember_places(root: Path, table: UploadsTable, places: Mapping[str, str]) 
             )
 
 
-def seen_places(mirrors: Iterable[Mirror]) -> dict[str, str | None]:
+def seen_places(mirrors: Sequence[Mirror], *, patience_s: float = 0.0) -> dict[str, str | None]:
     """Return the identity of the place that each mirror is now, by URL; None if it is none yet. Creates none.
 
     It is UNKNOWN where it cannot be read: the first contact says what broke there.
+
+    Args:
+        mirrors: The mirrors.
+        patience_s: For how long to look again where it cannot be read.
     """
-    seen: dict[str, str | None] = {}
-    for mirror in mirrors:
-        try:
-            seen[mirror.url] = identity_now(mirror.store)
-        except StoreTemporary:
-            seen[mirror.url] = UNKNOWN
-    return seen
+    from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+
+    looking = Retrying(
+        retry=retry_if_result(lambda seen: UNKNOWN in seen.values()),
+        stop=stop_after_delay(patience_s),
+        wait=wait_fixed(_LOOK_EVERY_S),
+        retry_error_callback=lambda state: state.outcome.result() if state.outcome is not None else {},
+    )
+    return looking(lambda: {mirror.url: _seen_place(mirror) for mirror in mirrors})
+
+
+def _seen_place(mirror: Mirror) -> str | None:
+    try:
+        return identity_now(mirror.store)
+    except StoreTemporary:
+        return UNKNOWN
 
 
 def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, tuple[str | None, str]]) -> None:

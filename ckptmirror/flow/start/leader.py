@@ -90,6 +90,7 @@ _STOP_ROTATION_S = 60.0
 _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror does not answer
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
+_LOOK_AGAIN_S = 30.0
 _REPAIR_WAIT_S = 5.0
 _BEHIND_WAIT_S = 5.0  # for parts of saves that were left behind: the mirrors have just answered
 _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itself
@@ -184,10 +185,15 @@ class Node:
         """Return which place each mirror is, by URL, as far as this node remembers."""
         return remembered_places(self.root, self.table, self.mirrors)
 
-    def sees(self) -> dict[str, str | None]:
-        """Return which place is there now for each mirror of which this node remembers none; each may take 10 s."""
+    def sees(self, *, patiently: bool = False) -> dict[str, str | None]:
+        """Return which place is there now for each mirror of which this node remembers none; each may take 10 s.
+
+        Args:
+            patiently: Look again for a while where it cannot be read.
+        """
         remembered = self.places()
-        return seen_places([mirror for mirror in self.mirrors if mirror.url not in remembered])
+        patience_s = min(_LOOK_AGAIN_S, total_s_of_environment()) if patiently else 0.0
+        return seen_places([one for one in self.mirrors if one.url not in remembered], patience_s=patience_s)
 
     def remember_places(self, places: Mapping[str, str]) -> None:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""

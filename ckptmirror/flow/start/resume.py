@@ -333,11 +333,19 @@ def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Propos
 
 def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
     """Return, on the job's leader, what the other nodes know of their disks, by node."""
+    sees: Mapping[str, str | None] = {}
+
+    def look_for_mirrors() -> bool:
+        nonlocal sees
+        assert node is not None
+        sees = node.sees(patiently=True)
+        return True
 
     def look() -> DiskFacts | None:
-        if node is None or ranks.rank == 0:
-            return None
-        return replace(node.look_at_disk(), sees=node.sees())
+        return None if node is None or ranks.rank == 0 else replace(node.look_at_disk(), sees=sees)
+
+    others = look_for_mirrors if node is not None and ranks.rank != 0 else None
+    _meet_until_done(ranks, others, node, "look for mirrors that no node remembers")
 
     found = gather_result(ranks, look, what="look at the disks", to="first")
     return [disk for disk in found.values() if disk is not None]
