@@ -30,7 +30,8 @@ demo: setup  ## Train, kill, resume, rotate, lose the disk, stage, lose a node: 
 	$(BIN)/ckptmirror demo $(if $(MIRROR),--mirror '$(MIRROR)')
 
 # In WORKERS processes, which often wait for others; files of long tests come first, so that short ones fill the end evenly.
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
+# Threads of OpenMP would wait busily for processors that other workers have.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
 test: setup  ## Run the tests of minutes: unit, contract, slices of simulation and crash, each verb end to end
 	$(PYTEST) -m 'short or not long'

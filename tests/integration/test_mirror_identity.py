@@ -24,6 +24,7 @@ from ckptmirror.flow.places.mirrors import (
     check_places,
     expect_places,
     open_mirrors,
+    remembered_places,
     seen_places,
 )
 from ckptmirror.flow.retention.durability import why_not_safe
@@ -290,6 +291,20 @@ def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees
         assert not (tmp_path / "nfs").exists()
         (tmp_path / "nfs-unmounted").rename(tmp_path / "nfs")
         assert mirrors[0].store.identity() == there[url]
+
+
+def test_a_start_puts_what_a_note_remembers_into_a_table_that_was_rebuilt(tmp_path: Path) -> None:
+    root, url = mirrored_root(tmp_path)
+    for path in (root / names.CONTROL_DIR).glob("uploads.db*"):
+        path.unlink()
+    with UploadsTable.open(root / names.TABLE_NAME, create=True) as table:
+        mirrors = open_mirrors([MirrorSpec(url)], root, table)
+        places = remembered_places(root, table, mirrors)
+        assert places == seen_places(mirrors)
+        (note,) = (root / names.CONTROL_DIR).glob("mirror-*.json")
+        note.write_bytes(note.read_bytes()[:20])
+        assert remembered_places(root, table, mirrors) == places
+    mirrors[0].store.close()
 
 
 def test_a_mirror_that_another_node_is_to_make_is_used_once_it_is_there(tmp_path: Path) -> None:

@@ -75,8 +75,8 @@ def programs(place: Place, built: Path) -> Path:
     programs = place.make_environment("empty")
     constraints = ["-c", HOME / "constraints.txt"]
     if index := os.environ.get("TORCH_INDEX"):
-        place.done(programs / "pip", "install", "--quiet", *constraints, "--index-url", index, "torch")
-    place.done(programs / "pip", "install", "--quiet", *constraints, *built.glob("*.whl"))
+        place.done(programs / "pip", "install", "--quiet", "--no-compile", *constraints, "--index-url", index, "torch")
+    place.done(programs / "pip", "install", "--quiet", "--no-compile", *constraints, *built.glob("*.whl"))
     return programs
 
 

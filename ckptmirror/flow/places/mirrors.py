@@ -301,12 +301,17 @@ class _Memory:
 
 
 def remembered_places(root: Path, table: UploadsTable, mirrors: Iterable[Mirror]) -> dict[str, str]:
-    """Return the identity of the place that each mirror is, by URL, as far as the root remembers it."""
+    """Return the identity of the place that each mirror is, by URL, as far as the root remembers it.
+
+    A table that was rebuilt takes it from the note.
+    """
     found = {}
     for mirror in mirrors:
         with contextlib.suppress(CkptMirrorError):  # what broke there, the first contact says
             if (identity := _Memory(root, table, mirror.url).recall()) is not None:
                 found[mirror.url] = identity
+                if table.mirror_identity(mirror.url) is None:
+                    table.remember_mirror_identity(mirror.url, identity)
     return found
 
 
