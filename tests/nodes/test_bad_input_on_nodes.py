@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import datetime as clock
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -257,6 +258,25 @@ def test_no_other_node_makes_the_mirror_that_the_first_node_cannot_read_now(tmp_
     for step, (nodes, there) in enumerate([("ab", all_see), ("cd", ["broken", "empty"]), ("cd", all_see)], 1):
         assert run_ranks(2, save_beside_optional, str(tmp_path), nodes, there, limit_s=WAIT_S) == [step] * 2
         assert list((tmp_path / "empty").iterdir()) == []
+
+
+def resume_from_read_only(rank: int, base: str) -> int | None:
+    """Return the step from which new nodes go on, where a copy of the optional mirror, read-only, is in its place."""
+    put_nothing_at(Path(base) / "optional", "copy")
+    subprocess.run(["mount", "-o", "remount,bind,ro", f"{base}/optional"], check=True)
+    mirrors = [f"file://{base}/mirror", MirrorSpec(f"file://{base}/optional", required=False)]
+    manager = CheckpointManager(Path(base) / "cd"[rank], mirrors, kinds=("dcp",), timeout_s=WAIT_S)
+    info = manager.resume(built("fsdp"))
+    manager.close(timeout_s=0.0)
+    return info.step if info is not None else None
+
+
+@pytest.mark.usefixtures("may_mount")
+def test_new_nodes_go_on_from_a_read_only_copy_of_a_mirror_that_has_no_identity(tmp_path: Path) -> None:
+    assert run_ranks(2, save_beside_optional, str(tmp_path), "ab", ["optional"] * 2, limit_s=WAIT_S) == [1, 1]
+    shutil.copytree(tmp_path / "optional", tmp_path / "copy", ignore=shutil.ignore_patterns(LOCK_FILE))
+    shutil.rmtree(tmp_path / "mirror/dcp_000001")
+    assert run_ranks(2, resume_from_read_only, str(tmp_path), limit_s=WAIT_S) == [1, 1]
 
 
 def save_on_new_mirror(rank: int, base: str) -> bool:

@@ -199,10 +199,19 @@ class Node:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
         remember_places(self.root, self.table, places)
 
-    def take_places(self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str, str]]) -> None:
-        """Use the places that the first node knows, or sees elsewhere. It alone makes what is a mirror nowhere."""
+    def take_places(
+        self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str, str]], used: Collection[str] = ()
+    ) -> None:
+        """Use the places that the first node knows, or sees elsewhere. It alone makes what is a mirror nowhere.
+
+        Args:
+            places: The identities that it knows, by URL.
+            elsewhere: What it sees elsewhere.
+            used: What it has read: a read-only mirror may have no identity.
+        """
         self.remember_places(places)
-        expect_places(self.mirrors, {**{mirror.url: (None, "node 0") for mirror in self.mirrors}, **elsewhere})
+        unmade = {mirror.url: (None, "node 0") for mirror in self.mirrors if mirror.url not in used}
+        expect_places(self.mirrors, {**unmade, **elsewhere})
 
     def expect_places(self, places: Mapping[str, tuple[str, str]]) -> None:
         """Take no other place for a mirror than these, unless this node remembers it: see ``SamePlaceStore.expect``."""

@@ -406,7 +406,7 @@ def _complete(
     def lacks_any() -> bool:
         nonlocal mine
         if node is not None and ranks.rank != 0:
-            node.take_places(proposal.places, proposal.elsewhere)
+            node.take_places(proposal.places, proposal.elsewhere, [url for url, _ in proposal.sources])
         mine = look()
         return bool(mine.lacks)
 
