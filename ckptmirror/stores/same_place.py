@@ -76,8 +76,8 @@ class SamePlaceStore(StoreDecorator):
 
         Args:
             place: Its identity, and who sees it: "node 1"; None: any place will do.
-                No place will do whose identity is "": it is not certain which one. Any that is a mirror already will do
-                whose identity is None: somebody else makes one.
+                No place will do whose identity is "": it is not certain which one. If it is None, any that is a mirror
+                already will do.
         """
         self._expected = place
 
@@ -94,7 +94,7 @@ class SamePlaceStore(StoreDecorator):
 
     def _not_expected(self, identity: str | None, where: str) -> str:
         if identity is None:
-            return f"{self.url} is no mirror here, and only {where} makes it one: is it mounted?"
+            return f"{self.url} is no mirror here, and may be one on {where}: is it mounted?"
         if not identity:
             return f"{self.url} may not be the place here that {where} has under this URL: is it mounted?"
         return f"{self.url} is not the place here that {where} has under this URL: is it mounted?"

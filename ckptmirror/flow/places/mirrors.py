@@ -339,7 +339,7 @@ def seen_places(mirrors: Sequence[Mirror], *, patience_s: float = 0.0) -> dict[s
 
     Args:
         mirrors: The mirrors.
-        patience_s: For how long to look again where it cannot be read.
+        patience_s: For how long to look again where one cannot be read.
     """
     from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 

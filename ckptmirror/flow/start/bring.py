@@ -62,6 +62,7 @@ from ckptmirror.local.save_logger import save_logger
 __all__ = ["Bringer", "Proposal", "keeps_part"]
 
 _log = logging.getLogger("ckptmirror.resume")
+_SEES_NOTHING: Mapping[str, str | None] = {}
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Proposal:
     kept: tuple[str, Meta] | None = None
     share_downloads: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
-    elsewhere: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
     gathered: bool = False
     trusted: bool = True
 
@@ -112,6 +113,7 @@ class Bringer:
         wish: What the caller asked for.
         bus: Receives an event for each copy that cannot be used and each mirror that does not answer.
         others: The disks of the job's other nodes; none: this node is the job.
+        sees: Which place this node saw for mirrors that it did not remember, when the others looked.
         on_progress: Called with the progress of a download.
         without: Parts of the state that are not loaded. Who names a save, in a job of one node, may leave out what that
             save lost.
@@ -124,6 +126,7 @@ class Bringer:
         wish: Wish,
         bus: events.EventBus,
         others: Sequence[DiskFacts] = (),
+        sees: Mapping[str, str | None] = _SEES_NOTHING,
         on_progress: OnProgress | None = None,
         without: Collection[str] = (),
         puts_together: bool = True,
@@ -144,7 +147,9 @@ class Bringer:
         self._persistent = node.look_at_persistent()
         for disk in others:
             node.remember_places(disk.places)  # before a mirror is asked
-        self._elsewhere = seen_elsewhere(node.sees(), [disk.sees for disk in others])
+        known = node.places()
+        here = {url: place for url, place in sees.items() if url not in known}
+        self._elsewhere = seen_elsewhere(here, [disk.sees for disk in others])
         node.expect_places(self._elsewhere)
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()

@@ -90,7 +90,6 @@ _STOP_ROTATION_S = 60.0
 _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror does not answer
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
-_LOOK_AGAIN_S = 30.0
 _REPAIR_WAIT_S = 5.0
 _BEHIND_WAIT_S = 5.0  # for parts of saves that were left behind: the mirrors have just answered
 _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itself
@@ -185,22 +184,21 @@ class Node:
         """Return which place each mirror is, by URL, as far as this node remembers."""
         return remembered_places(self.root, self.table, self.mirrors)
 
-    def sees(self, *, patiently: bool = False) -> dict[str, str | None]:
-        """Return which place is there now for each mirror of which this node remembers none; each may take 10 s.
+    def sees(self) -> dict[str, str | None]:
+        """Return which place is there now for each mirror of which this node remembers none.
 
-        Args:
-            patiently: Look again for a while where it cannot be read.
+        Where one cannot be read, this looks again as long as a mirror that does not answer is asked.
         """
         remembered = self.places()
-        patience_s = min(_LOOK_AGAIN_S, total_s_of_environment()) if patiently else 0.0
-        return seen_places([one for one in self.mirrors if one.url not in remembered], patience_s=patience_s)
+        new = [mirror for mirror in self.mirrors if mirror.url not in remembered]
+        return seen_places(new, patience_s=total_s_of_environment())
 
     def remember_places(self, places: Mapping[str, str]) -> None:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
         remember_places(self.root, self.table, places)
 
     def take_places(
-        self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str, str]], used: Collection[str] = ()
+        self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str | None, str]], used: Collection[str] = ()
     ) -> None:
         """Use the places that the first node knows, or sees elsewhere. It alone makes what is a mirror nowhere.
 
@@ -213,7 +211,7 @@ class Node:
         unmade = {mirror.url: (None, "node 0") for mirror in self.mirrors if mirror.url not in used}
         expect_places(self.mirrors, {**unmade, **elsewhere})
 
-    def expect_places(self, places: Mapping[str, tuple[str, str]]) -> None:
+    def expect_places(self, places: Mapping[str, tuple[str | None, str]]) -> None:
         """Take no other place for a mirror than these, unless this node remembers it: see ``SamePlaceStore.expect``."""
         expect_places(self.mirrors, places)
 

@@ -132,7 +132,7 @@ def resume_run(
     elsewhere = names_elsewhere(ranks, stages, state)
     mark, live_names = _mark_of_rename(ranks, state, options, elsewhere)
     exchange_result(ranks, functools.partial(_prepare, node, state, options), what="prepare a start")
-    others = _disks_of_others(ranks, node) if ranks.nodes > 1 else []
+    sees, others = _look_at_nodes(ranks, node) if ranks.nodes > 1 else ({}, [])
     bringer: Bringer | None = None
 
     def look() -> bool:
@@ -140,7 +140,7 @@ def resume_run(
         assert node is not None
         reference, kind = settled_policy(node.root, policy)
         wish = Wish(reference, kind, force, ranks.world_size)
-        bringer = Bringer(node, wish, bus, others, without=options.exclude)
+        bringer = Bringer(node, wish, bus, others, sees, without=options.exclude)
         bringer.settle()
         return True
 
@@ -331,24 +331,23 @@ def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Propos
     return _meet_until_done(ranks, bringer.next if bringer is not None else None, node, "propose a save")[0]
 
 
-def _disks_of_others(ranks: Ranks, node: Node | None) -> list[DiskFacts]:
-    """Return, on the job's leader, what the other nodes know of their disks, by node."""
+def _look_at_nodes(ranks: Ranks, node: Node | None) -> tuple[Mapping[str, str | None], list[DiskFacts]]:
+    """Return which places this node sees, and on the job's leader what the others see and know of their disks."""
     sees: Mapping[str, str | None] = {}
 
     def look_for_mirrors() -> bool:
         nonlocal sees
         assert node is not None
-        sees = node.sees(patiently=True)
+        sees = node.sees()
         return True
 
     def look() -> DiskFacts | None:
         return None if node is None or ranks.rank == 0 else replace(node.look_at_disk(), sees=sees)
 
-    others = look_for_mirrors if node is not None and ranks.rank != 0 else None
-    _meet_until_done(ranks, others, node, "look for mirrors that no node remembers")
+    _meet_until_done(ranks, look_for_mirrors, node, "look for mirrors that no node remembers")
 
     found = gather_result(ranks, look, what="look at the disks", to="first")
-    return [disk for disk in found.values() if disk is not None]
+    return sees, [disk for disk in found.values() if disk is not None]
 
 
 def _gather(
