@@ -22,7 +22,7 @@ from ckptmirror.core.errors import StoreTemporary
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
-from ckptmirror.stores.file_place import read_identity
+from ckptmirror.stores.file_place import explained, read_identity
 
 __all__ = ["SamePlaceStore", "identity_now"]
 
@@ -35,15 +35,13 @@ def identity_now(store: Store) -> str | None:
     """Return the identity of the place that is there now; None if it has none. Creates nothing.
 
     Raises:
-        StoreTemporary: It cannot be read.
+        CkptMirrorError: It cannot be read: a StoreTemporary, unless a person has to change something first.
     """
     directory = store.local_directory
     if directory is None:
         return None
-    try:
+    with explained(store.url):
         return hang_guard(directory).look(partial(read_identity, directory))
-    except OSError as error:
-        raise StoreTemporary(f"{store.url}: {error.strerror}.") from error
 
 
 class SamePlaceStore(StoreDecorator):

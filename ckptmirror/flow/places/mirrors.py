@@ -339,24 +339,30 @@ def seen_places(mirrors: Sequence[Mirror], *, patience_s: float = 0.0) -> dict[s
 
     Args:
         mirrors: The mirrors.
-        patience_s: For how long to look again where one cannot be read.
+        patience_s: For how long to look again where one does not answer.
     """
     from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
+    seen: dict[str, str | None] = {}
+
+    def some_are_silent() -> bool:
+        silent = False
+        for mirror in mirrors:
+            try:
+                seen[mirror.url] = identity_now(mirror.store)
+            except CkptMirrorError as error:
+                seen[mirror.url] = UNKNOWN
+                silent = silent or error.temporary
+        return silent
+
     looking = Retrying(
-        retry=retry_if_result(lambda seen: UNKNOWN in seen.values()),
+        retry=retry_if_result(bool),
         stop=stop_after_delay(patience_s),
         wait=wait_fixed(_LOOK_EVERY_S),
-        retry_error_callback=lambda state: state.outcome.result() if state.outcome is not None else {},
+        retry_error_callback=lambda _: True,
     )
-    return looking(lambda: {mirror.url: _seen_place(mirror) for mirror in mirrors})
-
-
-def _seen_place(mirror: Mirror) -> str | None:
-    try:
-        return identity_now(mirror.store)
-    except StoreTemporary:
-        return UNKNOWN
+    looking(some_are_silent)
+    return seen
 
 
 def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, tuple[str | None, str]]) -> None:

@@ -113,7 +113,7 @@ class Bringer:
         wish: What the caller asked for.
         bus: Receives an event for each copy that cannot be used and each mirror that does not answer.
         others: The disks of the job's other nodes; none: this node is the job.
-        sees: Which place this node saw for mirrors that it did not remember, when the others looked.
+        sees: Which place this node saw for each mirror that no node remembered, when all looked.
         on_progress: Called with the progress of a download.
         without: Parts of the state that are not loaded. Who names a save, in a job of one node, may leave out what that
             save lost.
@@ -147,9 +147,7 @@ class Bringer:
         self._persistent = node.look_at_persistent()
         for disk in others:
             node.remember_places(disk.places)  # before a mirror is asked
-        known = node.places()
-        here = {url: place for url, place in sees.items() if url not in known}
-        self._elsewhere = seen_elsewhere(here, [disk.sees for disk in others])
+        self._elsewhere = seen_elsewhere(sees, [disk.sees for disk in others])
         node.expect_places(self._elsewhere)
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()

@@ -334,17 +334,19 @@ def _propose(ranks: Ranks, bringer: Bringer | None, node: Node | None) -> Propos
 def _look_at_nodes(ranks: Ranks, node: Node | None) -> tuple[Mapping[str, str | None], list[DiskFacts]]:
     """Return which places this node sees, and on the job's leader what the others see and know of their disks."""
     sees: Mapping[str, str | None] = {}
+    places = exchange_result(ranks, lambda: node.places() if node is not None else {}, what="compare mirrors")
+    remembered = frozenset[str]().union(*places)
 
     def look_for_mirrors() -> bool:
         nonlocal sees
         assert node is not None
-        sees = node.sees()
+        sees = node.sees(remembered)
         return True
 
     def look() -> DiskFacts | None:
         return None if node is None or ranks.rank == 0 else replace(node.look_at_disk(), sees=sees)
 
-    _meet_until_done(ranks, look_for_mirrors, node, "look for mirrors that no node remembers")
+    meet_until_done(ranks, look_for_mirrors if node is not None else None, "look for mirrors that no node remembers")
 
     found = gather_result(ranks, look, what="look at the disks", to="first")
     return sees, [disk for disk in found.values() if disk is not None]

@@ -423,7 +423,8 @@ def rewind(world: World, watch: Watch, draw: random.Random) -> None:
     """A person goes back to a save that is on the mirrors."""
     node = draw.choice(world.free or [""])
     view = view_of(world, "", mirrors=True)
-    steps = sorted({save.step for save in in_order(view.attempts, view.saves, view.counting)})
+    on_lineage = in_order(view.attempts, view.saves, view.counting)
+    steps = sorted({save.step for save in on_lineage if save.kinds != {"emergency"}})  # a verb reads no persistent_dir
     if not node or len(steps) < 2:
         return
     step = draw.choice(steps[:-1][-3:])
