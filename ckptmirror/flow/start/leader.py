@@ -90,7 +90,7 @@ _STOP_ROTATION_S = 60.0
 _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror does not answer
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
-_OPTIONAL_S = 10.0  # for so long a start looks for an optional mirror that cannot be read
+_OPTIONAL_S = 10.0  # for so long a start looks for an optional mirror that does not answer
 _REPAIR_WAIT_S = 5.0
 _BEHIND_WAIT_S = 5.0  # for parts of saves that were left behind: the mirrors have just answered
 _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itself
@@ -188,14 +188,12 @@ class Node:
     def sees(self, remembered: Collection[str]) -> dict[str, str | None]:
         """Return which place is there now for each mirror whose URL no node remembers.
 
-        Where a required one cannot be read, this looks again as long as a mirror that does not answer is asked.
+        Where one does not answer, this looks again as long as any mirror is asked; briefly, if no save has to be there.
         """
-        seen: dict[str, str | None] = {}
-        for is_required in (False, True):
-            new = [one for one in self.mirrors if one.url not in remembered and one.required is is_required]
-            patience_s = total_s_of_environment()
-            seen |= seen_places(new, patience_s=patience_s if is_required else min(patience_s, _OPTIONAL_S))
-        return seen
+        new = [mirror for mirror in self.mirrors if mirror.url not in remembered]
+        counting, patience_s = self._counting(), total_s_of_environment()
+        seen = seen_places([one for one in new if one.url not in counting], patience_s=min(patience_s, _OPTIONAL_S))
+        return seen | seen_places([one for one in new if one.url in counting], patience_s=patience_s)
 
     def remember_places(self, places: Mapping[str, str]) -> None:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""

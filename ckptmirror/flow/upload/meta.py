@@ -254,7 +254,7 @@ class MetaUpload(Sending):
             AttemptFenced: A newer attempt has started: the other node sends nothing more.
         """
         awaited = self._context.awaited.get(meta.save_id)
-        if awaited is None or self._context.published.get(meta.save_id) != objects:
+        if meta.is_whole or awaited is None or self._context.published.get(meta.save_id) != objects:
             return False
         if awaited and all(self._store.stat(name) is None for name in (awaited, *self._whole_names(meta))):
             if self._store.stat(names.part_name(meta.step, meta.save_id, meta.node + 1, meta.nodes)) is None:
