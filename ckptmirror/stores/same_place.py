@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from ckptmirror.core.errors import StoreTemporary
+from ckptmirror.core.errors import NotAuthorised, StorePermanent, StoreTemporary
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
@@ -68,16 +68,18 @@ class SamePlaceStore(StoreDecorator):
         self._remember = remember
         self._is_met = False
         self._expected: tuple[str | None, str] | None = None
+        self._may_read = False
 
-    def expect(self, place: tuple[str | None, str] | None) -> None:
+    def expect(self, place: tuple[str | None, str] | None, *, may_read: bool = False) -> None:
         """Be only this place, as long as none is remembered.
 
         Args:
             place: Its identity, and who sees it: "node 1"; None: any place will do.
                 No place will do whose identity is "": it is not certain which one. If it is None, any that is a mirror
                 already will do.
+            may_read: Whether calls that only read go to what is there, which they do not take for the mirror.
         """
-        self._expected = place
+        self._expected, self._may_read = place, may_read and self._store.local_directory is not None
 
     def identity(self, expected: str | None = None) -> str | None:
         return self._look(expected if expected is not None else self._recall())
@@ -85,8 +87,14 @@ class SamePlaceStore(StoreDecorator):
     def _look(self, expected: str | None) -> str | None:
         if expected is None and self._expected is not None and self._store.local_directory is not None:
             identity, where = self._expected
-            there = identity_now(self._store)
-            if there != identity if identity is not None else there is None:
+            try:
+                there = identity_now(self._store)
+            except (NotAuthorised, StorePermanent) as error:
+                if identity is None:
+                    return self._store.identity(expected)  # says what is wrong
+                why = f"{self._not_expected(identity, where)} It cannot be read: {error.message}"
+                raise StoreTemporary(why, hint=error.hint) from error
+            if there is None if identity is None else not identity or there != identity:
                 raise StoreTemporary(self._not_expected(identity, where), hint=_MOUNT_HINT)
         return self._store.identity(expected)
 
@@ -102,7 +110,7 @@ class SamePlaceStore(StoreDecorator):
         del name, size_bytes
         if not self._is_met:  # two threads may get here at once: the first identity counts for both
             expected = self._recall()
-            if expected is None and not self._by_reading and operation in _READS:
+            if expected is None and operation in _READS and (self._may_read or not self._by_reading):
                 return run()
             found = self._look(expected)
             if expected is None and found is not None:

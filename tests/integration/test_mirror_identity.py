@@ -12,11 +12,19 @@ from pathlib import Path
 import pytest
 
 from ckptmirror.core import events, names
-from ckptmirror.core.errors import BrokenTable, BucketNotFound, ConfigError, NotAuthorised, StoreTemporary
+from ckptmirror.core.errors import (
+    BrokenTable,
+    BucketNotFound,
+    ConfigError,
+    NotAuthorised,
+    StorePermanent,
+    StoreTemporary,
+)
 from ckptmirror.core.retention import Retention
-from ckptmirror.core.start.mirror_places import seen_elsewhere
+from ckptmirror.core.start.mirror_places import UNKNOWN, seen_elsewhere
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
+from ckptmirror.flow.places import mirrors as mirrors_module
 from ckptmirror.flow.places.catalog import local_catalog, mirror_catalog
 from ckptmirror.flow.places.mirrors import (
     Mirror,
@@ -34,6 +42,7 @@ from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import file as file_store
 from ckptmirror.stores import open_store
+from ckptmirror.stores.base import Store
 from ckptmirror.stores.file_place import LOCK_FILE
 from tests.kit.claiming import start_node
 from tests.kit.faults import flip_bit
@@ -305,6 +314,27 @@ def test_a_start_puts_what_a_note_remembers_into_a_table_that_was_rebuilt(tmp_pa
     mirrors[0].store.close()
 
 
+def test_each_look_asks_again_only_what_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, wrong = (open_store(f"file://{tmp_path}/{name}") for name in ("first", "second", "wrong"))
+    asked: list[str] = []
+
+    def look(store: Store) -> str | None:
+        asked.append(store.url)
+        if store is wrong:
+            raise NotAuthorised("no")
+        if len(asked) < 5:
+            raise StoreTemporary("not yet")
+        return None
+
+    monkeypatch.setattr(mirrors_module, "identity_now", look)
+    monkeypatch.setattr(mirrors_module, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(mirrors_module, "_MOMENT_S", 0.0)
+    mirrors = [Mirror(one.url, one is not second, one) for one in (first, second, wrong)]
+    seen = seen_places(mirrors, counting=[first.url, wrong.url], patience_s=60.0)
+    assert seen == {first.url: None, second.url: None, wrong.url: UNKNOWN}
+    assert asked == [*[first.url, second.url, wrong.url] * 2, first.url, wrong.url]
+
+
 def test_a_mirror_that_another_node_is_to_make_is_used_once_it_is_there(tmp_path: Path) -> None:
     (tmp_path / "new" / names.CONTROL_DIR).mkdir(parents=True)
     (tmp_path / "nfs").mkdir()
@@ -315,6 +345,17 @@ def test_a_mirror_that_another_node_is_to_make_is_used_once_it_is_there(tmp_path
         with pytest.raises(StoreTemporary, match=r"is no mirror here, and may be one on node 0: is it mounted\?"):
             mirror.store.stat("any")
         assert list((tmp_path / "nfs").iterdir()) == []
+        (tmp_path / "nfs/run").mkdir()
+        expect_places([mirror], {url: (None, "node 0")}, read=[url])
+        assert (mirror.store.stat("any"), table.mirror_identity(url)) == (None, None)
+        (tmp_path / "nfs/run" / LOCK_FILE).write_text("no id")
+        with pytest.raises(StorePermanent, match="holds no id"):
+            mirror.store.identity()
+        expect_places([mirror], {url: ("1" * 32, "node 1")})
+        with pytest.raises(StoreTemporary, match=r"is it mounted\? It cannot be read: .* holds no id"):
+            mirror.store.identity()
+        (tmp_path / "nfs/run" / LOCK_FILE).unlink()
+        expect_places([mirror], {url: (None, "node 0")})
         made = open_store(url).identity()
         assert mirror.store.stat("any") is None
         assert table.mirror_identity(url) == made

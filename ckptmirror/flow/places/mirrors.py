@@ -73,6 +73,7 @@ _NOTE_FORMAT = "ckptmirror-mirror"
 _NOTE_LIMIT_BYTES = 64 * 1024
 _LOG_EVERY_S = 30.0
 _LOOK_EVERY_S = 1.0
+_MOMENT_S = 10.0
 _log = logging.getLogger("ckptmirror")
 
 
@@ -332,28 +333,35 @@ def remember_places(root: Path, table: UploadsTable, places: Mapping[str, str]) 
             )
 
 
-def seen_places(mirrors: Sequence[Mirror], *, patience_s: float = 0.0) -> dict[str, str | None]:
+def seen_places(
+    mirrors: Sequence[Mirror], *, counting: Collection[str] = (), patience_s: float = 0.0
+) -> dict[str, str | None]:
     """Return the identity of the place that each mirror is now, by URL; None if it is none yet. Creates none.
 
     It is UNKNOWN where it cannot be read: the first contact says what broke there.
 
     Args:
         mirrors: The mirrors.
-        patience_s: For how long to look again where one does not answer.
+        counting: The URLs of those for which this waits as long as it may; for others, and for errors that hardly pass
+            by themselves, only a moment.
+        patience_s: For how long to look again at what could not be read.
     """
     from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
-    seen: dict[str, str | None] = {}
+    seen: dict[str, str | None] = {mirror.url: UNKNOWN for mirror in mirrors}
+    log_wait, moment_ends_s = _log_waits(), time.monotonic() + min(patience_s, _MOMENT_S)
 
-    def some_are_silent() -> bool:
-        silent = False
-        for mirror in mirrors:
+    def waits_for_one() -> bool:
+        waits = False
+        for mirror in (one for one in mirrors if seen[one.url] == UNKNOWN):
             try:
                 seen[mirror.url] = identity_now(mirror.store)
-            except CkptMirrorError as error:
-                seen[mirror.url] = UNKNOWN
-                silent = silent or error.temporary
-        return silent
+            except StoreTemporary as error:
+                log_wait(mirror.url, _LOOK_EVERY_S, error)
+                waits = waits or mirror.url in counting or time.monotonic() < moment_ends_s
+            except CkptMirrorError:
+                waits = waits or time.monotonic() < moment_ends_s
+        return waits
 
     looking = Retrying(
         retry=retry_if_result(bool),
@@ -361,15 +369,23 @@ def seen_places(mirrors: Sequence[Mirror], *, patience_s: float = 0.0) -> dict[s
         wait=wait_fixed(_LOOK_EVERY_S),
         retry_error_callback=lambda _: True,
     )
-    looking(some_are_silent)
+    looking(waits_for_one)
     return seen
 
 
-def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, tuple[str | None, str]]) -> None:
-    """Take no other place than these for a mirror that nobody remembers (``core.start.mirror_places``)."""
+def expect_places(
+    mirrors: Iterable[Mirror], places: Mapping[str, tuple[str | None, str]], read: Collection[str] = ()
+) -> None:
+    """Take no other place than these for a mirror that nobody remembers (``core.start.mirror_places``).
+
+    Args:
+        mirrors: The mirrors.
+        places: The places.
+        read: The URLs of mirrors that may be read meanwhile.
+    """
     for mirror in mirrors:
         if isinstance(mirror.store, SamePlaceStore):
-            mirror.store.expect(places.get(mirror.url))
+            mirror.store.expect(places.get(mirror.url), may_read=mirror.url in read)
 
 
 def check_places(root: Path, mirrors: Sequence[Mirror]) -> None:

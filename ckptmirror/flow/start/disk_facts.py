@@ -57,7 +57,7 @@ class DiskFacts:
         verified_on: The mirrors that have something verified.
         mirrors: The mirrors that the table knows.
         places: Which place each mirror is, by URL, as far as the root remembers.
-        sees: Which place it finds there now for each mirror that it does not remember; see ``Node.sees``.
+        sees: Which place it finds there now for each mirror that no node remembers; see ``Node.sees``.
         persistent_is_new: Whether its start created the persistent directory.
         signs: How far its attempts got, by id.
     """

@@ -90,7 +90,6 @@ _STOP_ROTATION_S = 60.0
 _STOP_LATE_S = 5.0  # how long to stop threads if the time is up and a mirror does not answer
 _SHORT_VERB_S = 60.0  # how long a start waits for a short verb to release the root
 _STOP_BRINGING_S = 2.0
-_OPTIONAL_S = 10.0  # for so long a start looks for an optional mirror that does not answer
 _REPAIR_WAIT_S = 5.0
 _BEHIND_WAIT_S = 5.0  # for parts of saves that were left behind: the mirrors have just answered
 _NOTES_S = 2.0  # how long an attempt waits at its end for what it notes of itself
@@ -191,27 +190,24 @@ class Node:
         Where one does not answer, this looks again as long as any mirror is asked; briefly, if no save has to be there.
         """
         new = [mirror for mirror in self.mirrors if mirror.url not in remembered]
-        counting, patience_s = self._counting(), total_s_of_environment()
-        seen = seen_places([one for one in new if one.url not in counting], patience_s=min(patience_s, _OPTIONAL_S))
-        return seen | seen_places([one for one in new if one.url in counting], patience_s=patience_s)
+        return seen_places(new, counting=self._counting(), patience_s=total_s_of_environment())
 
     def remember_places(self, places: Mapping[str, str]) -> None:
         """Remember which places another node uses; see :func:`ckptmirror.flow.places.mirrors.remember_places`."""
         remember_places(self.root, self.table, places)
 
     def take_places(
-        self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str | None, str]], used: Collection[str] = ()
+        self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str | None, str]], read: Collection[str] = ()
     ) -> None:
         """Use the places that the first node knows, or sees elsewhere. It alone makes what is a mirror nowhere.
 
         Args:
             places: The identities that it knows, by URL.
             elsewhere: What it sees elsewhere.
-            used: What it has read: a read-only mirror may have no identity.
+            read: What it has read, for this node to read too: a read-only mirror may have no identity.
         """
         self.remember_places(places)
-        unmade = {mirror.url: (None, "node 0") for mirror in self.mirrors if mirror.url not in used}
-        expect_places(self.mirrors, {**unmade, **elsewhere})
+        expect_places(self.mirrors, {**{mirror.url: (None, "node 0") for mirror in self.mirrors}, **elsewhere}, read)
 
     def expect_places(self, places: Mapping[str, tuple[str | None, str]]) -> None:
         """Take no other place for a mirror than these, unless this node remembers it: see ``SamePlaceStore.expect``."""
