@@ -100,7 +100,7 @@ class SamePlaceStore(StoreDecorator):
 
     def _not_expected(self, identity: str | None, where: str) -> str:
         if identity is None:
-            return f"{self.url} is no mirror here, and may be one on {where}: is it mounted?"
+            return f"{self.url} is not a mirror here, and may be one on {where}: is it mounted?"
         if not identity:
             return f"{self.url} may not be the place here that {where} has under this URL: is it mounted?"
         return f"{self.url} is not the place here that {where} has under this URL: is it mounted?"

@@ -292,7 +292,7 @@ def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees
         assert seen_elsewhere(there, [unread]) == {}
         expect_places(mirrors, seen_elsewhere(here, [unread]))
         shutil.rmtree(tmp_path / "nfs")
-        with pytest.raises(StoreTemporary, match=r"is no mirror here, and may be one on node 1: is it mounted\?"):
+        with pytest.raises(StoreTemporary, match=r"is not a mirror here, and may be one on node 1: is it mounted\?"):
             mirrors[0].store.stat("any")
         expect_places(mirrors, seen_elsewhere(here, [there]))
         assert not (tmp_path / "nfs").exists()
@@ -342,7 +342,7 @@ def test_a_mirror_that_another_node_is_to_make_is_used_once_it_is_there(tmp_path
     with UploadsTable.open(tmp_path / "new" / names.TABLE_NAME, create=True) as table:
         (mirror,) = open_mirrors([MirrorSpec(url)], tmp_path / "new", table)
         expect_places([mirror], {url: (None, "node 0")})
-        with pytest.raises(StoreTemporary, match=r"is no mirror here, and may be one on node 0: is it mounted\?"):
+        with pytest.raises(StoreTemporary, match=r"is not a mirror here, and may be one on node 0: is it mounted\?"):
             mirror.store.stat("any")
         assert list((tmp_path / "nfs").iterdir()) == []
         (tmp_path / "nfs/run").mkdir()
