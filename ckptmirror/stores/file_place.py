@@ -214,10 +214,7 @@ class Place:
         if identity is not None and _ID.fullmatch(identity):
             self._id = identity
         elif make:
-            raise StorePermanent(
-                f"{self._root}/{LOCK_FILE} holds no id.",
-                hint="Write into it the identity that each root has noted in its .ckptmirror/mirror-*.json.",
-            )
+            raise _without_id(self._root)
         if make and not self._is_durable:
             fsync_found(root)
             _fsync_above(root)
@@ -363,7 +360,8 @@ def read_identity(directory: Path) -> str | None:
     """Return the id of the mirror that is in a directory now; None if there is none. Creates nothing.
 
     Raises:
-        OSError: The directory cannot be read, or its lock file holds no id.
+        OSError: The directory cannot be read.
+        StorePermanent: Its lock file holds no id.
     """
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -374,8 +372,13 @@ def read_identity(directory: Path) -> str | None:
     finally:
         os.close(descriptor)
     if identity is not None and not _ID.fullmatch(identity):
-        raise OSError(errno.EINVAL, f"{LOCK_FILE} holds no id")
+        raise _without_id(directory)
     return identity.decode() if identity is not None else None
+
+
+def _without_id(root: Path) -> StorePermanent:
+    hint = "Write into it the identity that each root has noted in its .ckptmirror/mirror-*.json."
+    return StorePermanent(f"{root}/{LOCK_FILE} holds no id.", hint=hint)
 
 
 def _read_id(root: int) -> bytes | None:

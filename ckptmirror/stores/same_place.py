@@ -91,7 +91,7 @@ class SamePlaceStore(StoreDecorator):
                 there = identity_now(self._store)
             except (NotAuthorised, StorePermanent) as error:
                 if identity is None:
-                    return self._store.identity(expected)  # says what is wrong
+                    raise
                 why = f"{self._not_expected(identity, where)} It cannot be read: {error.message}"
                 raise StoreTemporary(why, hint=error.hint) from error
             if there is None if identity is None else not identity or there != identity:
