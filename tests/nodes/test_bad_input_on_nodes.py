@@ -145,8 +145,8 @@ def test_a_node_whose_clock_is_a_day_off_saves_mirrors_rotates_and_resumes_like_
     expect(Job(tmp_path, "ac").run(), 5, job.url, second[0])
 
 
-def put_nothing_at(place: Path, other: str = "empty") -> None:
-    """Let this process see an empty directory in the place of another, as if a file system was not mounted there."""
+def put_in_place_of(place: Path, other: str = "empty") -> None:
+    """Let this process see another directory in the place of one: an empty one is what is there without a mount."""
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.unshare(CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
     for arguments in (["--make-rprivate", "/"], ["--bind", f"{place.parent}/{other}", str(place)]):
@@ -157,7 +157,7 @@ def without_mount(rank: int, base: str, nodes: str, lacking: int) -> list[str]:
     """Save once, where on the node of one rank something empty is in the mirror's place; return what went wrong."""
     root, mirror = Path(base) / nodes[rank], Path(base) / "mirror"
     if rank == lacking:
-        put_nothing_at(mirror)
+        put_in_place_of(mirror)
     wrong: list[str] = []
     manager = CheckpointManager(root, [f"file://{mirror}"], kinds=("dcp",), timeout_s=WAIT_S)
     try:
@@ -218,7 +218,7 @@ def test_nor_do_nodes_that_are_all_new(tmp_path: Path) -> None:
 def save_beside_optional(rank: int, base: str, nodes: str, there: Sequence[str]) -> int:
     """Save once, where another directory is in the place of an optional mirror on some nodes; return the step."""
     if there[rank] != "optional":
-        put_nothing_at(Path(base) / "optional", there[rank])
+        put_in_place_of(Path(base) / "optional", there[rank])
     mirrors = [f"file://{base}/mirror", MirrorSpec(f"file://{base}/optional", required=False)]
     state = built("fsdp")
     with CheckpointManager(Path(base) / nodes[rank], mirrors, kinds=("dcp",), timeout_s=WAIT_S) as manager:
@@ -232,7 +232,7 @@ def save_beside_optional(rank: int, base: str, nodes: str, there: Sequence[str])
 def drain_without_mount(rank: int, base: str) -> int:
     """Drain node d, on which the optional mirror is not mounted; return how many files wait."""
     del rank
-    put_nothing_at(Path(base) / "optional")
+    put_in_place_of(Path(base) / "optional")
     return drain(Path(base) / "d", timeout_s=1.0).pending
 
 
@@ -262,7 +262,7 @@ def test_no_other_node_makes_the_mirror_that_the_first_node_cannot_read_now(tmp_
 
 def resume_from_read_only(rank: int, base: str) -> int | None:
     """Return the step from which new nodes go on, where a copy of the optional mirror, read-only, is in its place."""
-    put_nothing_at(Path(base) / "optional", "copy")
+    put_in_place_of(Path(base) / "optional", "copy")
     subprocess.run(["mount", "-o", "remount,bind,ro", f"{base}/optional"], check=True)
     mirrors = [f"file://{base}/mirror", MirrorSpec(f"file://{base}/optional", required=False)]
     manager = CheckpointManager(Path(base) / "cd"[rank], mirrors, kinds=("dcp",), timeout_s=WAIT_S)
@@ -308,7 +308,7 @@ def test_a_first_look_that_fails_once_keeps_no_job_from_a_new_mirror(tmp_path: P
 def resume_beside(rank: int, base: str, lacking: int) -> tuple[str, ...]:
     """Resume where the persistent directory is not mounted on the node of one rank; return what was said."""
     if rank == lacking:
-        put_nothing_at(Path(base) / "nfs")
+        put_in_place_of(Path(base) / "nfs")
     manager = CheckpointManager(Path(base) / "ab"[rank], persistent_dir=Path(base) / "nfs" / "kept", timeout_s=WAIT_S)
     with manager:
         info = manager.resume(built("fsdp"))
