@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ckptmirror.core import names
 from ckptmirror.core.errors import IntegrityError
+from ckptmirror.core.field_checks import Fields
 from ckptmirror.core.model import new_id
 from ckptmirror.local import files
 
@@ -44,12 +45,13 @@ class RootId:
 def read_root_id(root: Path) -> RootId:
     """Return the identity of a root; writes nothing."""
     try:
-        note = json.loads(files.read_limited(root / _NAME, _LIMIT_BYTES))
-        known = RootId(str(note["id"]), note["is_first"] is True, tuple(map(str, note.get("jobs", ()))))
-        return known if note["inodes"] == _inodes(root) else RootId("", is_first=False)
+        note = Fields(json.loads(files.read_limited(root / _NAME, _LIMIT_BYTES)))
+        jobs = note.array("jobs", _JOBS_LIMIT) if note.has("jobs") else []
+        known = RootId(note.id("id"), note.boolean("is_first"), tuple(map(str, jobs)))
+        return known if note.value("inodes") == _inodes(root) else RootId("", is_first=False)
     except FileNotFoundError:
         return RootId("", is_first=True)
-    except (ValueError, TypeError, KeyError, AttributeError, IntegrityError):  # broken: what it said is unknown
+    except (ValueError, RecursionError, IntegrityError):  # broken: what it said is unknown
         return RootId("", is_first=False)
 
 

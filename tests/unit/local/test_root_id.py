@@ -40,6 +40,30 @@ def test_a_root_remembers_its_newest_jobs(root: Path) -> None:
     assert read_root_id(root).jobs == tuple(jobs[-32:])
 
 
+def test_a_note_of_which_a_bit_flipped_is_unknown(root: Path) -> None:
+    """Or it still names an id: that of another root."""
+    own = keep_root_id(root)
+    path = root / names.CONTROL_DIR / "root.json"
+    note = path.read_bytes()
+    start = note.index(own.id.encode())
+    for bit in range(8 * start, 8 * (start + len(own.id))):
+        flipped = bytearray(note)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        kept = keep_root_id(root)
+        note_job(root, "job 1")
+        assert read_root_id(root) == RootId(kept.id, kept.is_first, ("job 1",))
+        assert kept.id != own.id
+
+
+@pytest.mark.parametrize("note", [b"[" * 4000, b"[]", b"{}", b'{"id": "' + b"1" * 32 + b'"}', b"\xff", b"9" * 5000])
+def test_a_note_that_is_broken_is_unknown(note: bytes, root: Path) -> None:
+    keep_root_id(root)
+    (root / names.CONTROL_DIR / "root.json").write_bytes(note)
+    assert read_root_id(root) == RootId("", False)
+    assert not keep_root_id(root).is_first
+
+
 def test_a_note_of_a_version_that_knew_no_jobs_is_read(root: Path) -> None:
     own = keep_root_id(root)
     path = root / names.CONTROL_DIR / "root.json"
