@@ -5,9 +5,9 @@ Rules:
   identity, the call fails with a temporary error. If the root remembers none, it first remembers this one, durably.
 * After that the store itself checks that it is still the same place.
 * A verb in a root that has saved nothing may only read where none is remembered: somebody looks why a start is refused.
-* If the root remembers none, it may be told which place another node of the job sees under this URL (``expect``), and
-  uses no other: where the file system is not mounted there is an empty directory, or what somebody left in it. Or it
-  may be told to make none.
+* If the root remembers none, it may be told which place a node of the job saw under this URL (``expect``), and uses no
+  other: where the file system is not mounted there is an empty directory, or what somebody left in it. Or it may be
+  told to make none.
 * A store that cannot have an identity is used as it is. A store in a local directory may get one later (it was
   read-only), so it is asked again at each call until it has one.
 """
@@ -19,6 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckptmirror.core.errors import NotAuthorised, StorePermanent, StoreTemporary
+from ckptmirror.core.start.mirror_places import Expected, is_expected
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.decorator import StoreDecorator
@@ -67,16 +68,14 @@ class SamePlaceStore(StoreDecorator):
         self._recall = recall
         self._remember = remember
         self._is_met = False
-        self._expected: tuple[str | None, str] | None = None
+        self._expected: Expected | None = None
         self._may_read = False
 
-    def expect(self, place: tuple[str | None, str] | None, *, may_read: bool = False) -> None:
+    def expect(self, place: Expected | None, *, may_read: bool = False) -> None:
         """Be only this place, as long as none is remembered.
 
         Args:
-            place: Its identity, and who sees it: "node 1"; None: any place will do.
-                No place will do whose identity is "": it is not certain which one. If it is None, any that is a mirror
-                already will do.
+            place: Its identity, and who saw it: "node 1"; None: any place will do.
             may_read: Whether calls that only read go to what is there, which they do not take for the mirror.
         """
         self._expected, self._may_read = place, may_read and self._store.local_directory is not None
@@ -94,16 +93,17 @@ class SamePlaceStore(StoreDecorator):
                     raise
                 why = f"{self._not_expected(identity, where)} It cannot be read: {error.message}"
                 raise StoreTemporary(why, hint=error.hint) from error
-            if there is None if identity is None else not identity or there != identity:
+            if not is_expected(there, identity):
                 raise StoreTemporary(self._not_expected(identity, where), hint=_MOUNT_HINT)
+            expected = identity  # which is there now, and may be gone at the next call
         return self._store.identity(expected)
 
     def _not_expected(self, identity: str | None, where: str) -> str:
         if identity is None:
             return f"{self.url} is not a mirror here, and may be one on {where}: is it mounted?"
         if not identity:
-            return f"{self.url} may not be the place here that {where} has under this URL: is it mounted?"
-        return f"{self.url} is not the place here that {where} has under this URL: is it mounted?"
+            return f"{self.url} may not be the place here that {where} saw under this URL: is it mounted?"
+        return f"{self.url} is not the place here that {where} saw under this URL: is it mounted?"
 
     def _call(self, operation: str, name: str, run: Callable[[], _Result], size_bytes: int = 0) -> _Result:
         """Make the call once the store behind is known to be the right place."""

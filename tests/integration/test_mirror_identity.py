@@ -21,7 +21,7 @@ from ckptmirror.core.errors import (
     StoreTemporary,
 )
 from ckptmirror.core.retention import Retention
-from ckptmirror.core.start.mirror_places import UNKNOWN, seen_elsewhere
+from ckptmirror.core.start.mirror_places import UNKNOWN, expected_places
 from ckptmirror.flow.drain import drain, push
 from ckptmirror.flow.fetch.stage import stage_checkpoint_step
 from ckptmirror.flow.places import mirrors as mirrors_module
@@ -41,9 +41,10 @@ from ckptmirror.flow.start.leader import Node
 from ckptmirror.flow.status import read_status
 from ckptmirror.local.uploads import UploadsTable
 from ckptmirror.stores import file as file_store
-from ckptmirror.stores import open_store
+from ckptmirror.stores import open_store, same_place
 from ckptmirror.stores.base import Store
 from ckptmirror.stores.file_place import LOCK_FILE
+from ckptmirror.stores.same_place import identity_now
 from tests.kit.claiming import start_node
 from tests.kit.faults import flip_bit
 from tests.kit.faulty_store import FaultyStore, StoreFault
@@ -274,27 +275,28 @@ def test_a_mirror_that_nobody_remembers_is_only_the_place_that_another_node_sees
         there = seen_places(mirrors)
         unmount(tmp_path)
         here = seen_places(mirrors)
-        assert (here[url], seen_elsewhere(there, [here, {}])) == (None, {})
+        assert (here[url], expected_places(here, [here, {}])) == (None, {})
+        assert expected_places(there, [here, {}]) == {}
         for own, others in ((here, [there, {url: "1" * 32}]), (there, [{url: "1" * 32}])):
-            assert seen_elsewhere(own, others) == {url: ("", "another node")}
-        expect_places(mirrors, seen_elsewhere(here, [here, there]))
+            assert expected_places(own, others) == {url: ("", "another node")}
+        expect_places(mirrors, expected_places(here, [here, there]))
         for ask in (lambda: mirrors[0].store.stat("any"), mirrors[0].store.identity):
-            with pytest.raises(StoreTemporary, match=r"that node 2 has under this URL: is it mounted\?"):
+            with pytest.raises(StoreTemporary, match=r"that node 2 saw under this URL: is it mounted\?"):
                 ask()
         assert list((tmp_path / "nfs").iterdir()) == []
         (tmp_path / "nfs/run").mkdir()
         (tmp_path / "nfs/run" / LOCK_FILE).write_text("no id")
         unread = seen_places(mirrors)
         for others in ({url: None}, unread):
-            assert seen_elsewhere(unread, [others]) == {}  # its first contact says what is wrong
-        assert seen_elsewhere(unread, [there]) == seen_elsewhere(here, [there])
-        assert seen_elsewhere(here, [here, unread]) == {url: (None, "node 2")}
-        assert seen_elsewhere(there, [unread]) == {}
-        expect_places(mirrors, seen_elsewhere(here, [unread]))
+            assert expected_places(unread, [others]) == {}  # its first contact says what is wrong
+        assert expected_places(unread, [there]) == expected_places(here, [there])
+        assert expected_places(here, [here, unread]) == {url: (None, "node 2")}
+        assert expected_places(there, [unread]) == {}
+        expect_places(mirrors, expected_places(here, [unread]))
         shutil.rmtree(tmp_path / "nfs")
         with pytest.raises(StoreTemporary, match=r"is not a mirror here, and may be one on node 1: is it mounted\?"):
             mirrors[0].store.stat("any")
-        expect_places(mirrors, seen_elsewhere(here, [there]))
+        expect_places(mirrors, expected_places(here, [there]))
         assert not (tmp_path / "nfs").exists()
         (tmp_path / "nfs-unmounted").rename(tmp_path / "nfs")
         assert mirrors[0].store.identity() == there[url]
@@ -359,6 +361,29 @@ def test_a_mirror_that_another_node_is_to_make_is_used_once_it_is_there(tmp_path
         made = open_store(url).identity()
         assert mirror.store.stat("any") is None
         assert table.mirror_identity(url) == made
+
+
+def test_nothing_is_made_where_an_expected_mirror_was_a_moment_ago(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, url = mirrored_root(tmp_path)
+    (tmp_path / "new" / names.CONTROL_DIR).mkdir(parents=True)
+
+    def look(store: Store) -> str | None:
+        try:
+            return real(store)
+        finally:
+            unmount(tmp_path)
+
+    real = identity_now
+    monkeypatch.setattr(same_place, "identity_now", look)
+    with UploadsTable.open(tmp_path / "new" / names.TABLE_NAME, create=True) as table:
+        (mirror,) = open_mirrors([MirrorSpec(url)], tmp_path / "new", table)
+        expect_places([mirror], {url: (real(mirror.store), "node 1")})
+        with pytest.raises(StoreTemporary, match="is not there"):
+            mirror.store.stat("any")
+        assert table.mirror_identity(url) is None
+    assert list((tmp_path / "nfs").iterdir()) == []
 
 
 def test_i12_what_is_remembered_of_a_mirror_and_broke_is_not_taken_for_nothing(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_nor_do_nodes_that_are_all_new(tmp_path: Path) -> None:
     job = Job(tmp_path, "ab", (1,))
     saved = job.run()
     for wrong in run_ranks(2, without_mount, str(tmp_path), "cd", 0, limit_s=WAIT_S):
-        assert "is not the place here that node 1 has under this URL: is it mounted?" in wrong[0]
+        assert "is not the place here that node 1 saw under this URL: is it mounted?" in wrong[0]
     assert list((tmp_path / "empty").iterdir()) == []
     expect(Job(tmp_path, "ef").run(), 1, job.url, saved[0])
 

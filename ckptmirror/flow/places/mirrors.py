@@ -35,7 +35,7 @@ from ckptmirror.core.lifecycle import WAITING
 from ckptmirror.core.model import new_id
 from ckptmirror.core.rate_limit import RateLimit
 from ckptmirror.core.sealed_json import open_sealed, seal
-from ckptmirror.core.start.mirror_places import UNKNOWN
+from ckptmirror.core.start.mirror_places import UNKNOWN, Expected
 from ckptmirror.local import files
 from ckptmirror.local.hang_guard import hang_guard
 from ckptmirror.local.save_logger import save_logger
@@ -373,9 +373,7 @@ def seen_places(
     return seen
 
 
-def expect_places(
-    mirrors: Iterable[Mirror], places: Mapping[str, tuple[str | None, str]], read: Collection[str] = ()
-) -> None:
+def expect_places(mirrors: Iterable[Mirror], places: Mapping[str, Expected], read: Collection[str] = ()) -> None:
     """Take no other place than these for a mirror that nobody remembers (``core.start.mirror_places``).
 
     Args:

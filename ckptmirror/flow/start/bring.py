@@ -42,7 +42,7 @@ from ckptmirror.core.start.decide import (
 from ckptmirror.core.start.disks import Torn, never_whole, torn
 from ckptmirror.core.start.evidence import ANYWHERE, DISK
 from ckptmirror.core.start.explain import Notice, goes_on, with_root
-from ckptmirror.core.start.mirror_places import seen_elsewhere
+from ckptmirror.core.start.mirror_places import Expected, expected_places
 from ckptmirror.core.start.quarantine import quarantine_changes, why_quarantined
 from ckptmirror.core.tensor_lists import is_proof
 from ckptmirror.core.uncommitted import PartsThere, parts_there
@@ -75,7 +75,7 @@ class Proposal:
         kept: The persistent directory and the snapshot's meta there, from which its parts come to the disks first.
         share_downloads: Whether what several nodes lack is fetched from the mirror by one of them, as rank 0 has it.
         places: Which place each mirror is, by URL, as the job's leader found it: for the other nodes to compare.
-        elsewhere: The places that other nodes see where the leader sees another: for all to use no other one.
+        expected: The places that nodes see for mirrors that none remembers: for all to use no other ones.
         gathered: Whether each node gathers what its ranks read beside what is in its root.
         trusted: Whether a node's own files are taken as they are, for the vote to check. Otherwise each is first
             compared with its checksum, so that only those that are whole are used.
@@ -90,7 +90,7 @@ class Proposal:
     kept: tuple[str, Meta] | None = None
     share_downloads: bool = False
     places: Mapping[str, str] = field(default_factory=dict)
-    elsewhere: Mapping[str, tuple[str | None, str]] = field(default_factory=dict)
+    expected: Mapping[str, Expected] = field(default_factory=dict)
     gathered: bool = False
     trusted: bool = True
 
@@ -147,8 +147,8 @@ class Bringer:
         self._persistent = node.look_at_persistent()
         for disk in others:
             node.remember_places(disk.places)  # before a mirror is asked
-        self._elsewhere = seen_elsewhere(sees, [disk.sees for disk in others])
-        node.expect_places(self._elsewhere)
+        self._expected = expected_places(sees, [disk.sees for disk in others])
+        node.expect_places(self._expected)
         self.seen: Survey = self._survey()
         self._new_run_id = new_id()
         self._report_silent()
@@ -252,7 +252,7 @@ class Bringer:
                     self._chosen = move
                     run_id = run_of(self.seen.evidence) or self._new_run_id
                     skipped, places = tuple(self._logged), self._node.places()
-                    return Proposal(run_id, skipped=skipped, places=places, elsewhere=self._elsewhere)
+                    return Proposal(run_id, skipped=skipped, places=places, expected=self._expected)
                 case Try():
                     self._say_of_other_kinds(move)
                     for url, one in self._waiting(move.save.step) if self._wish.is_auto else ():
@@ -281,7 +281,7 @@ class Bringer:
             kept,
             self._node.share_downloads and move.place != ANYWHERE,
             self._node.places(),
-            self._elsewhere,
+            self._expected,
             gathered=True,
             trusted=move.place == DISK or (kept is not None and move.place != ANYWHERE),
         )

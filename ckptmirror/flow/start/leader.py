@@ -40,6 +40,7 @@ from ckptmirror.core.lifecycle import SETTLED
 from ckptmirror.core.model import Meta, Sign
 from ckptmirror.core.retention import Retention
 from ckptmirror.core.start.disks import Torn
+from ckptmirror.core.start.mirror_places import Expected, expected_by_others
 from ckptmirror.core.start.quarantine import FAILED_STARTS
 from ckptmirror.core.uncommitted import LEFT_OFF_TEXT, given_up_text, is_behind_text, is_left_off_text
 from ckptmirror.flow.places.attempt_lists import note_diverged, note_sign
@@ -197,19 +198,19 @@ class Node:
         remember_places(self.root, self.table, places)
 
     def take_places(
-        self, places: Mapping[str, str], elsewhere: Mapping[str, tuple[str | None, str]], read: Collection[str] = ()
+        self, places: Mapping[str, str], expected: Mapping[str, Expected], read: Collection[str] = ()
     ) -> None:
-        """Use the places that the first node knows, or sees elsewhere. It alone makes what is a mirror nowhere.
+        """Use the places that the first node knows or expects. It alone makes what is a mirror nowhere.
 
         Args:
             places: The identities that it knows, by URL.
-            elsewhere: What it sees elsewhere.
+            expected: What it expects of those that no node remembers.
             read: What it has read, for this node to read too: a read-only mirror may have no identity.
         """
         self.remember_places(places)
-        expect_places(self.mirrors, {**{mirror.url: (None, "node 0") for mirror in self.mirrors}, **elsewhere}, read)
+        expect_places(self.mirrors, expected_by_others([mirror.url for mirror in self.mirrors], expected), read)
 
-    def expect_places(self, places: Mapping[str, tuple[str | None, str]]) -> None:
+    def expect_places(self, places: Mapping[str, Expected]) -> None:
         """Take no other place for a mirror than these, unless this node remembers it: see ``SamePlaceStore.expect``."""
         expect_places(self.mirrors, places)
 

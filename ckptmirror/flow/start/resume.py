@@ -407,7 +407,7 @@ def _complete(
     def lacks_any() -> bool:
         nonlocal mine
         if node is not None and ranks.rank != 0:
-            node.take_places(proposal.places, proposal.elsewhere, [url for url, _ in proposal.sources])
+            node.take_places(proposal.places, proposal.expected, [url for url, _ in proposal.sources])
         mine = look()
         return bool(mine.lacks)
 
@@ -648,10 +648,10 @@ def _claim(ranks: Ranks, bringer: Bringer | None, node: Node | None, proposal: P
             return
         claim = own
         if claim is None:
-            node.take_places(proposal.places, proposal.elsewhere)
+            node.take_places(proposal.places, proposal.expected)
             claim = RunClaim(node.root, node.table, node.mirrors, made.record, {})
             claim.join(made.unclaimed)
-        node.remember_places({url: place for url, (place, _) in proposal.elsewhere.items() if place})  # for verbs, too
+        node.remember_places({url: place for url, (place, _) in proposal.expected.items() if place})  # for verbs, too
         forget_brought(node.root)
         node.start(claim, made.abandoned, made.torn, made.whole, made.taken)
 
