@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptmirror import CheckpointManager, Retention, TrainState
+from ckptmirror import CheckpointManager, MirrorSpec, Retention, TrainState
 from ckptmirror.core import names
 from ckptmirror.core.errors import DeadlinePassed, RefusedOnlyCopy
 from ckptmirror.core.model import Meta
@@ -109,11 +109,19 @@ def save_steps_of_two(rank: int, base: Path) -> int:
     return save_steps(rank, base, (1, 2, 3), ("mirror",), (1, 3)[rank], True)
 
 
-def go_on(rank: int, base: Path, nodes: str, steps: tuple[int, ...], mirrors: tuple[str, ...], keep: int) -> str:
+def go_on(
+    rank: int,
+    base: Path,
+    nodes: str,
+    steps: tuple[int, ...],
+    mirrors: tuple[str, ...],
+    keep: int,
+    required: bool = True,
+) -> str:
     """Continue on some nodes, save, and rotate; return what the end said."""
     manager = CheckpointManager(
         base / nodes[rank],
-        [f"file://{base}/{name}" for name in mirrors],
+        [MirrorSpec(f"file://{base}/{name}", required=required) for name in mirrors],
         kinds=("dcp",),
         retention=Retention(keep_last=keep),
         timeout_s=WAIT_S,
@@ -147,10 +155,10 @@ def test_i1_a_part_goes_only_once_it_is_on_a_mirror_that_waits_for_a_node_which_
     assert 1 in {meta.step for meta in mirror_saves(f"file://{tmp_path}/added")}
 
 
-def save_and_die(rank: int, base: Path) -> None:
+def save_and_die(rank: int, base: Path, required: bool) -> None:
     """Step 1 is on both mirrors; nothing of step 2, which is committed, as both are away."""
-    urls = [f"file://{base}/{name}/run" for name in ("mirror", "other")]
-    manager = CheckpointManager(base / "ab"[rank], urls, kinds=("dcp",), timeout_s=WAIT_S)
+    mirrors = [MirrorSpec(f"file://{base}/{name}/run", required=required) for name in ("mirror", "other")]
+    manager = CheckpointManager(base / "ab"[rank], mirrors, kinds=("dcp",), timeout_s=WAIT_S)
     state = built("ddp")
     manager.resume(state)
     train(state, rank, 1)
@@ -166,18 +174,20 @@ def save_and_die(rank: int, base: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.parametrize("required", [True, False])
 def test_a_mirror_without_the_part_of_a_lost_node_is_not_waited_for_once_the_other_has_the_save_whole(
-    tmp_path: Path,
+    required: bool, tmp_path: Path
 ) -> None:
     for name in ("mirror", "other"):
         (tmp_path / name).mkdir()
-    run_ranks(2, save_and_die, tmp_path, dead=(0, 1), limit_s=3 * WAIT_S)
+    run_ranks(2, save_and_die, tmp_path, required, dead=(0, 1), limit_s=3 * WAIT_S)
     (tmp_path / "mirror is away").rename(tmp_path / "mirror")
     assert drain(tmp_path / "b", only=[f"file://{tmp_path}/mirror/run"], timeout_s=ALONE_S).awaited
     (tmp_path / "other is away").rename(tmp_path / "other")
     shutil.rmtree(tmp_path / "b")
-    assert run_ranks(2, go_on, tmp_path, "ac", (3, 4), ("mirror/run", "other/run"), 1, limit_s=3 * WAIT_S) == ["", ""]
-    assert steps_on(tmp_path / "a") == [4]
+    last = "ac", (3, 4), ("mirror/run", "other/run"), 1, required
+    assert run_ranks(2, go_on, tmp_path, *last, limit_s=3 * WAIT_S) == ["", ""]
+    assert not required or steps_on(tmp_path / "a") == [4]
     for name, steps in (("mirror", [1, 2, 3, 4]), ("other", [1, 3, 4])):
         assert sorted(meta.step for meta in mirror_saves(f"file://{tmp_path}/{name}/run")) == steps
 

@@ -605,10 +605,10 @@ class Node:
 
     def _cannot_become_whole(self) -> dict[str, tuple[str, ...]]:
         """Return the mirrors where a save cannot become whole by now, by its id."""
-        required = {spec.url for spec in self.specs if spec.required}
+        counting = self._counting()
         found = dict(self._cannot_be_on)
         for save_id, urls in self._once_whole.items():
-            there = [one for one in self.table.standing(save_id) if one.mirror in required.difference(urls)]
+            there = [one for one in self.table.standing(save_id) if one.mirror in counting.difference(urls)]
             if any(one.verified and one.committed for one in there):
                 found[save_id] = urls
         return found
