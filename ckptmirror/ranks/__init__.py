@@ -75,10 +75,11 @@ def _check_alone() -> None:
 
 
 def node_key_of(root: str | os.PathLike[str]) -> str:
-    """Return the node key of a root: this boot of this host, and the directory's own identity.
+    """Return the node key of a root: this boot of this host, its name, and the directory's own identity.
 
-    Ranks with one key share a root. Ranks on other hosts, or with another mount of the directory, have other keys.
+    Ranks with one key share a root. Ranks on other hosts, or with another mount of the directory, have other keys. The
+    boot alone does not tell hosts apart that go on from one image of a machine's memory.
     """
     found = Path(root).stat()
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else os.uname().nodename
-    return f"{boot}:{found.st_dev}:{found.st_ino}"
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return f"{boot}:{os.uname().nodename}:{found.st_dev}:{found.st_ino}"

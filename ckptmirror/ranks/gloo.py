@@ -101,7 +101,7 @@ class GlooRanks:
         """Open the first channel of a job, for :func:`ckptmirror.ranks.open_ranks`."""
         ranks = cls(process_group, name="first", timeout_s=timeout_s)
         if isinstance(error, CkptMirrorError) and ranks._size > 1:
-            error.put_in_front(f"rank {ranks._rank} on host {os.uname().nodename}")  # no node has its number yet
+            ranks._name_host(error)
         try:
             keys = ranks.exchange(node_key, what=_FIND_NODES, error=error)
             if probe is not None and len(set(keys)) > 1:
@@ -112,11 +112,23 @@ class GlooRanks:
         ranks._layout, ranks._nodes = layout_of(keys, ranks._rank), ranks_by_node(keys)
         return ranks
 
+    def _name_host(self, error: CkptMirrorError) -> None:
+        """Name the host in an error of this rank: no node has its number yet."""
+        error.put_in_front(f"rank {self._rank} on host {os.uname().nodename}")
+
     def _joined(self, keys: list[str], probe: Probe) -> list[str]:
         """Return the keys with one key for each root, found by tokens in the roots."""
         asks = keys.index(keys[self._rank]) == self._rank
+
+        def leave() -> str:
+            try:
+                return probe.leave() if asks else ""
+            except CkptMirrorError as error:
+                self._name_host(error)
+                raise
+
         try:
-            tokens = exchange_result(self, lambda: probe.leave() if asks else "", what=_FIND_NODES)
+            tokens = exchange_result(self, leave, what=_FIND_NODES)
             seen = exchange_result(self, lambda: probe.seen(tokens) if asks else [], what=_FIND_NODES)
         finally:
             probe.remove()

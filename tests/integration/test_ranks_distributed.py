@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ckptmirror.core.errors import LocalStorageFull, RankFailed, UsageError
+from ckptmirror.local.root_probe import RootProbe
 from ckptmirror.ranks import StopRequest, gloo, open_ranks
 from ckptmirror.ranks.base import gather_result
 from tests.kit.processes import outcome, run_ranks
@@ -52,6 +53,19 @@ def test_ranks_that_share_a_root_are_one_node_and_values_come_by_rank() -> None:
         assert said[2:] == ([3_000_000] * 3, [0, 1, 2], True)
         assert total == [3.0, 3.0]
         assert again == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+
+
+def _probe(rank: int, base: Path) -> tuple[str, str, int]:
+    probe = RootProbe(base / "ab"[rank])
+    return outcome(lambda: open_ranks(node_key="ab"[rank], probe=probe, timeout_s=60).close())
+
+
+def test_a_root_that_takes_no_token_is_named_with_its_host(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    (tmp_path / "b").mkdir()
+    (_, here, _), (_, there, _) = run_ranks(2, _probe, tmp_path)
+    assert here.startswith(f"rank 0 on host {os.uname().nodename}: ")
+    assert there.startswith(f"find out who shares a root: rank 0 on host {os.uname().nodename}: ")
 
 
 _made: list[int] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,7 +112,13 @@ def test_a_single_rank_answers_itself() -> None:
     channel.close()
 
 
-def test_a_root_has_one_node_key_by_whatever_path(tmp_path: object) -> None:
+def test_a_root_has_one_node_key_by_whatever_path_and_another_on_another_host(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = str(tmp_path)
-    assert node_key_of(root) == node_key_of(root + "/.")
-    assert node_key_of(root) != node_key_of("/")
+    key = node_key_of(root)
+    assert node_key_of(root + "/.") == key
+    assert node_key_of("/") != key
+    other = SimpleNamespace(nodename=f"not {os.uname().nodename}")  # of the same boot, by an image of its memory
+    monkeypatch.setattr(os, "uname", lambda: other)
+    assert node_key_of(root) != key
