@@ -20,7 +20,7 @@ from ckptmirror.core.errors import BrokenMeta
 from ckptmirror.core.model import ALL_NODES, KINDS, Artifact, Kind, Meta
 from ckptmirror.core.names import untagged
 
-__all__ = ["check_same_save", "merge_copies", "merge_emergency", "merge_parts", "plain"]
+__all__ = ["check_same_save", "is_on_all_nodes", "merge_copies", "merge_emergency", "merge_parts", "plain"]
 
 _SAME = ("run_id", "attempt", "step", "save_id", "save_number", "kinds", "world_size", "nodes")
 
@@ -48,6 +48,11 @@ def plain(meta: Meta) -> Meta:
     """Return the meta of a whole save with its files under their plain names, as on no disk in particular."""
     artifacts = tuple(replace(one, path=names.plain(one.path)) for one in _merged_artifacts([meta]))
     return replace(meta, tag="", artifacts=artifacts, staged_from=None)
+
+
+def is_on_all_nodes(meta: Meta, path: str) -> bool:
+    """Whether every node of a save has this file: the coordinator's ``.metadata``."""
+    return meta.nodes > 1 and path.rpartition("/")[2] == ".metadata"
 
 
 def merge_copies(one: Meta, other: Meta) -> Meta:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from ckptmirror.cli._human_text import size
 from ckptmirror.core import names
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import AttemptFenced
+from ckptmirror.core.lifecycle import RecordState
 from ckptmirror.core.model import Meta
 from ckptmirror.core.uncommitted import is_behind_text
 from ckptmirror.flow.places.mirrors import Mirror
 from ckptmirror.flow.upload.workers import upload_save
 from ckptmirror.local.table_place import open_known_table
 from tests.kit.cli import run
+from tests.kit.faults import flip_bit
 from tests.kit.roots import MirroredRoot
 from tests.kit.saves import make_save
 
@@ -218,3 +220,49 @@ def test_a_push_asks_at_once_for_what_an_earlier_one_waited_for(nodes: Nodes, tm
         assert claim is not None
         table.put_back(claim, "the other node has not sent its part", not_before_s=3600)
     assert run("push", "--root", done.root, "--mirror", other, "--timeout", "100").returncode == 0
+
+
+@pytest.fixture
+def dcp_nodes(tmp_path: Path) -> Iterator[Nodes]:
+    """The same of kind dcp, where both nodes have ``.metadata``."""
+    url = f"file://{tmp_path}/mirror"
+    places = [MirroredRoot(tmp_path / name, [url]) for name in "ab"]
+    parts = []
+    for node, place in enumerate(places):
+        whole = make_save(place.root, STEP, ("dcp",), ranks=2, number=2, write_meta=False, save_id="3c" * 16)
+        mine = tuple(artifact for artifact in whole.artifacts if artifact.rank in (None, node))
+        parts.append(replace(whole, nodes=2, node=node, artifacts=mine))
+        (place.root / names.SaveName(STEP).meta).write_bytes(meta_to_bytes(parts[-1]))
+        place.add(parts[-1])
+        place.table.release_save(whole.save_id)
+    yield Nodes(url, places, parts)
+    for place in places:
+        place.close()
+
+
+@pytest.mark.parametrize("fault", [flip_bit, Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_file_of_all_nodes_that_one_cannot_send_is_left_to_another(
+    fault: Callable[[Path], object], dcp_nodes: Nodes
+) -> None:
+    damaged, other = dcp_nodes.places
+    path = f"dcp_{STEP:06}/.metadata"
+    fault(damaged.root / path)
+    damaged.upload(limit=4, patient=False)
+    (record,) = [one for one in damaged.records() if one.path == path]
+    assert record.state is RecordState.PENDING
+    assert str(record.reason).endswith("Another node has this file too, and may send it.")
+    other.upload(limit=10)
+    damaged.upload()
+    other.upload()
+    assert {one.state for place in dcp_nodes.places for one in place.records()} == {RecordState.VERIFIED}
+    assert run("verify", dcp_nodes.url).returncode == 0
+
+
+def test_a_file_of_all_nodes_that_none_can_send_fails(dcp_nodes: Nodes) -> None:
+    path = f"dcp_{STEP:06}/.metadata"
+    for place in dcp_nodes.places:
+        flip_bit(place.root / path)
+        place.upload()
+        (record,) = [one for one in place.records() if one.path == path]
+        assert record.state is RecordState.FAILED
+        assert str(record.reason).endswith("was saved.")

@@ -5,6 +5,8 @@ Rules:
   save's object is left alone, and the upload uses its other name.
 * A record becomes verified only when the mirror, asked after the upload, reports the size and crc32c taken at commit
   time. If a store computes no crc32c, the object is read back.
+* What is damaged or gone here fails. Where every node has the same file, this one first looks for a while whether
+  another sends it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,15 @@ import time
 from dataclasses import replace
 
 from ckptmirror.core import events
-from ckptmirror.core.errors import IntegrityError, PreconditionFailed, StorePermanent, Temporary
+from ckptmirror.core.errors import (
+    CkptMirrorError,
+    IntegrityError,
+    NodeBehind,
+    PreconditionFailed,
+    StorePermanent,
+    Temporary,
+)
+from ckptmirror.core.meta_merging import is_on_all_nodes
 from ckptmirror.core.model import Digest, Meta
 from ckptmirror.flow.upload.sending import LEASE_S, Sending, UploadContext
 from ckptmirror.flow.upload.transfer_progress import WatchedUpload
@@ -24,6 +34,7 @@ from ckptmirror.stores.base import ObjectInfo, Upload
 
 __all__ = ["ArtifactUpload"]
 
+_TRIES_OF_OTHERS = 6  # within about half a minute
 _SLOWEST_BYTES_PER_S = 20e6  # a lease outlasts a silent pass (fsync, reading back) over the whole file at this rate
 
 
@@ -50,7 +61,10 @@ class ArtifactUpload(Sending):
         for name in self._candidate_names(meta):
             info = self._store.stat(name)
             if info is None and name in self._own_names(meta) and self._may_create(name, meta):
-                info = self._create(name, artifact.digest, meta)
+                try:
+                    info = self._create(name, artifact.digest, meta)
+                except IntegrityError as error:
+                    raise self._left_to_other_nodes(meta, error) from error
             if info is not None and self._is_right(info, artifact, meta):
                 self._verify(info, artifact.digest)
                 return
@@ -63,15 +77,22 @@ class ArtifactUpload(Sending):
             hint="Another run seems to write to this prefix: give each run a prefix of its own.",
         )
 
+    def _left_to_other_nodes(self, meta: Meta, error: CkptMirrorError) -> CkptMirrorError:
+        """Return the error for a file that this node cannot send: NodeBehind where another may be about to send it."""
+        path, left = self._record.path, self._context.left_to_others
+        tries = left[path] = left.get(path, 0) + 1
+        if tries > _TRIES_OF_OTHERS or not is_on_all_nodes(meta, path):
+            return error
+        return NodeBehind(f"{error} Another node has this file too, and may send it.")
+
     def _create(self, name: str, digest: Digest, meta: Meta) -> ObjectInfo:
         path = self._context.root / self._record.path
         try:
             source = files.FileSource(self._context.root, self._record.path)
         except FileNotFoundError as error:
-            raise StorePermanent(
-                f"{path} is gone, and {self._context.mirror.url} has no copy of it.",
-                hint="Restore the file, then `ckptmirror drain`.",
-            ) from error
+            gone = f"{path} is gone, and {self._context.mirror.url} has no copy of it."
+            hint = "Restore the file, then `ckptmirror drain`."
+            raise self._left_to_other_nodes(meta, StorePermanent(gone, hint=hint)) from error
         with source:
             if source.size_bytes != digest.size_bytes:
                 raise IntegrityError(f"{path} has {source.size_bytes} bytes; {digest.size_bytes} were committed.")

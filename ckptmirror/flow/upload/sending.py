@@ -65,6 +65,7 @@ class UploadContext:
             have been seen.
         published: The object names in this node's part of each save that this process published or saw, by save id.
         left: How often this node left the meta of a save to another, since it saw all parts, by save id.
+        left_to_others: How often a file that this node cannot send was left to other nodes that have it too, by path.
         under_way: Keeps what is being sent, for progress displays.
         read_by: The id of the attempt whose start read which names the mirror has; "" if none has.
         contested: Whether another save of the step has plain names there, by the id of each save that asked.
@@ -79,6 +80,7 @@ class UploadContext:
     awaited: dict[str, str] = field(default_factory=dict)
     published: dict[str, dict[str, str | None]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
+    left_to_others: dict[str, int] = field(default_factory=dict)
     under_way: UnderWay = field(default_factory=UnderWay)
     read_by: str = ""
     contested: dict[str, bool] = field(default_factory=dict)
