@@ -296,7 +296,7 @@ class NodeBehind(CkptMirrorError):
     """What this save waits for on a mirror is not there yet: a part or the meta of another node, or a newer save.
 
     Attributes:
-        writes_for_s: If all parts are there, how long another node may need to write the meta; else 0.
+        writes_for_s: How long another node may need for what it is about to write; 0 if it may not have begun.
     """
 
     exit_code = 8

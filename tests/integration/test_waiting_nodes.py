@@ -266,3 +266,8 @@ def test_a_file_of_all_nodes_that_none_can_send_fails(dcp_nodes: Nodes) -> None:
         (record,) = [one for one in place.records() if one.path == path]
         assert record.state is RecordState.FAILED
         assert str(record.reason).endswith("was saved.")
+    place.table.retry_failed()  # as a drain does: it waits no longer than the first
+    place.upload(limit=1, patient=False)
+    (record,) = [one for one in place.records() if one.path == path]
+    assert record.attempts_made == 8
+    assert (record.not_before_ms or 0) - place.clock.now_ms() in range(2_000, 4_001)

@@ -34,7 +34,7 @@ from ckptmirror.stores.base import ObjectInfo, Upload
 
 __all__ = ["ArtifactUpload"]
 
-_TRIES_OF_OTHERS = 6  # within about half a minute
+_TRIES_OF_OTHERS, _OTHERS_SEND_FOR_S = 6, 2.0  # within half a minute
 _SLOWEST_BYTES_PER_S = 20e6  # a lease outlasts a silent pass (fsync, reading back) over the whole file at this rate
 
 
@@ -64,7 +64,8 @@ class ArtifactUpload(Sending):
                 try:
                     info = self._create(name, artifact.digest, meta)
                 except IntegrityError as error:
-                    raise self._left_to_other_nodes(meta, error) from error
+                    self._leave_to_other_nodes(meta, error)
+                    raise
             if info is not None and self._is_right(info, artifact, meta):
                 self._verify(info, artifact.digest)
                 return
@@ -77,22 +78,26 @@ class ArtifactUpload(Sending):
             hint="Another run seems to write to this prefix: give each run a prefix of its own.",
         )
 
-    def _left_to_other_nodes(self, meta: Meta, error: CkptMirrorError) -> CkptMirrorError:
-        """Return the error for a file that this node cannot send: NodeBehind where another may be about to send it."""
+    def _leave_to_other_nodes(self, meta: Meta, error: CkptMirrorError) -> None:
+        """Raise NodeBehind if another node has what this one cannot send, and may just be about to send it."""
         path, left = self._record.path, self._context.left_to_others
-        tries = left[path] = left.get(path, 0) + 1
-        if tries > _TRIES_OF_OTHERS or not is_on_all_nodes(meta, path):
-            return error
-        return NodeBehind(f"{error} Another node has this file too, and may send it.")
+        left[path] = left.get(path, 0) + 1
+        if is_on_all_nodes(meta, path) and left[path] <= _TRIES_OF_OTHERS:
+            behind = NodeBehind(f"{error} Another node has this file too, and may send it.")
+            behind.writes_for_s = _OTHERS_SEND_FOR_S
+            raise behind from error
 
     def _create(self, name: str, digest: Digest, meta: Meta) -> ObjectInfo:
         path = self._context.root / self._record.path
         try:
             source = files.FileSource(self._context.root, self._record.path)
         except FileNotFoundError as error:
-            gone = f"{path} is gone, and {self._context.mirror.url} has no copy of it."
-            hint = "Restore the file, then `ckptmirror drain`."
-            raise self._left_to_other_nodes(meta, StorePermanent(gone, hint=hint)) from error
+            gone = StorePermanent(
+                f"{path} is gone, and {self._context.mirror.url} has no copy of it.",
+                hint="Restore the file, then `ckptmirror drain`.",
+            )
+            self._leave_to_other_nodes(meta, gone)
+            raise gone from error
         with source:
             if source.size_bytes != digest.size_bytes:
                 raise IntegrityError(f"{path} has {source.size_bytes} bytes; {digest.size_bytes} were committed.")
