@@ -81,8 +81,8 @@ class ArtifactUpload(Sending):
     def _leave_to_other_nodes(self, meta: Meta, error: CkptMirrorError) -> None:
         """Raise NodeBehind if another node has what this one cannot send, and may just be about to send it."""
         path, left = self._record.path, self._context.left_to_others
-        left[path] = left.get(path, 0) + 1
-        if is_on_all_nodes(meta, path) and left[path] <= _TRIES_OF_OTHERS:
+        if is_on_all_nodes(meta, path) and left.get(path, 0) < _TRIES_OF_OTHERS:
+            left[path] = left.get(path, 0) + 1
             behind = NodeBehind(f"{error} Another node has this file too, and may send it.")
             behind.writes_for_s = _OTHERS_SEND_FOR_S
             raise behind from error
