@@ -54,12 +54,16 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         parts.append(replace(whole, nodes=2, node=node, artifacts=mine))
         for artifact in mine if node else ():
             shutil.move(places[0].root / artifact.path, place.root / artifact.path)
-        (place.root / names.SaveName(STEP).meta).write_bytes(meta_to_bytes(parts[-1]))
-        place.add(parts[-1])
-        place.table.release_save(whole.save_id)
+        commit(place, parts[-1])
     yield Nodes(url, places, parts)
     for place in places:
         place.close()
+
+
+def commit(place: MirroredRoot, part: Meta) -> None:
+    (place.root / names.SaveName(STEP).meta).write_bytes(meta_to_bytes(part))
+    place.add(part)
+    place.table.release_save(part.save_id)
 
 
 def waiting(place: MirroredRoot, url: str) -> list[dict[str, Any]]:
@@ -232,9 +236,7 @@ def dcp_nodes(tmp_path: Path) -> Iterator[Nodes]:
         whole = make_save(place.root, STEP, ("dcp",), ranks=2, number=2, write_meta=False, save_id="3c" * 16)
         mine = tuple(artifact for artifact in whole.artifacts if artifact.rank in (None, node))
         parts.append(replace(whole, nodes=2, node=node, artifacts=mine))
-        (place.root / names.SaveName(STEP).meta).write_bytes(meta_to_bytes(parts[-1]))
-        place.add(parts[-1])
-        place.table.release_save(whole.save_id)
+        commit(place, parts[-1])
     yield Nodes(url, places, parts)
     for place in places:
         place.close()
