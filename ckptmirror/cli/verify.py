@@ -15,7 +15,7 @@ from ckptmirror.cli._options import DIRECTORY, configured_place, json_option, pr
 from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
 from ckptmirror.cli._waiting_saves import waiting_facts, waiting_text
-from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
+from ckptmirror.core.errors import IntegrityError, NotAuthorised, NotSigned, Temporary, UsageError
 from ckptmirror.core.reach import access_hint
 
 if TYPE_CHECKING:
@@ -134,6 +134,8 @@ def _state(save: VerifiedSave, found: Verification) -> Cell:
         wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if state != "damaged":
         return f"not read: {wrong}", "yellow"
+    if save.not_signed:
+        return f"NOT BELIEVED: {wrong}", "red"
     copy = _whole_on(save, found)
     then = save.mend or (f"it is whole on {copy}" if copy else "no good copy is known")
     return f"DAMAGED: {wrong} -> {then}", "red"
@@ -156,11 +158,13 @@ def _tensors(save: VerifiedSave) -> str:
 
 def _print_result(found: Verification, target: Target) -> int:
     """Print the summary on stderr, and return the exit code."""
-    damaged = sum(save.verdict.state == "damaged" for save in found.saves)
+    not_signed = sum(save.not_signed for save in found.saves)
+    damaged = sum(save.verdict.state == "damaged" for save in found.saves) - not_signed
     unread = sum(save.verdict.state in ("unreadable", "refused") for save in found.saves)
     what = "saves and parts of saves" if any(save.part for save in found.saves) else "saves"
-    parts = [f"{len(found.saves) - damaged - unread} of {len(found.saves)} {what} are whole"]
-    parts += [f"{damaged} damaged"] * bool(damaged) + [f"{unread} could not be read"] * bool(unread)
+    parts = [f"{len(found.saves) - damaged - unread - not_signed} of {len(found.saves)} {what} are whole"]
+    parts += [f"{damaged} damaged"] * bool(damaged) + [f"{not_signed} not believed"] * bool(not_signed)
+    parts += [f"{unread} could not be read"] * bool(unread)
     if found.deep:
         parts.append(f"{size(sum(save.read_bytes for save in found.saves))} read")
     if found.pending_again:
@@ -192,8 +196,9 @@ def _after_damage(found: Verification, target: Target) -> str:
         return (
             "A tensor whose bytes are those that were written was written wrong: use another kind or save. Report it."
         )
-    damaged = [save for save in found.saves if save.verdict.state == "damaged"]
-    hints = ["A line with a command: the command repairs that save."] * any(save.mend for save in damaged)
+    damaged = [save for save in found.saves if save.verdict.state == "damaged" and not save.not_signed]
+    hints = [NotSigned.hint] * any(save.not_signed for save in found.saves)
+    hints += ["A line with a command: the command repairs that save."] * any(save.mend for save in damaged)
     copies = [_whole_on(save, found) for save in damaged if not save.mend]
     if any(copies):
         hints.append(_hint_of_copy(found, target))
@@ -249,6 +254,7 @@ def _facts(found: Verification) -> dict[str, Any]:
                 "size_bytes": save.size_bytes,
                 "read_bytes": save.read_bytes,
                 "mend": save.mend,
+                "not_signed": save.not_signed,
                 "whole_kinds": list(save.whole_kinds),
                 "part": save.part,
                 "tensors": None

@@ -37,6 +37,7 @@ class Problem:
         meta: Its meta, if that could be read.
         hindrance: Set if it merely cannot be read now (an I/O error, a permission, a later format; ``refused``: the
             mirror does not accept these credentials for it), so that it may be whole.
+        not_signed: Whether all that is wrong is that its meta lacks the signature which this process demands.
     """
 
     why: str
@@ -45,6 +46,7 @@ class Problem:
     kinds: tuple[Kind, ...] = ("dcp", "model")
     meta: Meta | None = None
     hindrance: Hindrance = ""
+    not_signed: bool = False
 
     def __str__(self) -> str:
         return self.why

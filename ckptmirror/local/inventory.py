@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ckptmirror.core import meta_merging, names
 from ckptmirror.core.codec import meta_from_bytes
-from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat
+from ckptmirror.core.errors import BrokenMeta, CkptMirrorError, NewerFormat, NotSigned
 from ckptmirror.core.model import Artifact, Digest, Kind, Meta
 from ckptmirror.core.tensor_lists import loadable
 from ckptmirror.local.files import read_limited
@@ -65,12 +65,14 @@ class Item:
     Attributes:
         unreadable: Whether the only reason is an I/O error, a permission or a later format.
         loose: Whether it has the name of an artifact, and is not empty.
+        not_signed: Whether the only reason is that it lacks the signature which this process demands.
     """
 
     path: Path
     why: str
     unreadable: bool = False
     loose: bool = False
+    not_signed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,8 @@ def _meta_or_none(reading: _Reading, path: str) -> Meta | None:
         return None
     except CkptMirrorError as error:
         unreadable = is_not_readable_now(error.__cause__) or isinstance(error, NewerFormat)
-        reading.broken.append(Item(reading.root / path, str(error), unreadable))
+        not_signed = isinstance(error, NotSigned)
+        reading.broken.append(Item(reading.root / path, str(error), unreadable, not_signed=not_signed))
     except OSError as error:
         unreadable = is_not_readable_now(error)
         reading.broken.append(Item(reading.root / path, f"cannot be read: {error.strerror}", unreadable))

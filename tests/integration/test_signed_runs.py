@@ -8,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +81,14 @@ def make_key(folder: Path, name: str = "run") -> dict[str, Any]:
     public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     public.chmod(0o644)
     return {"signing_key": private, "verify_keys": [public]}
+
+
+def environment(signing_key: Path, verify_keys: Sequence[Path] = ()) -> dict[str, str]:
+    """Return the variables that give a verb these keys."""
+    return {
+        "CKPTMIRROR_SIGNING_KEY": str(signing_key),
+        "CKPTMIRROR_VERIFY_KEYS": os.pathsep.join(map(str, verify_keys)),
+    }
 
 
 def as_process(**keys: Any) -> None:
@@ -214,6 +222,59 @@ def test_a_run_that_was_not_signed_is_signed_first_and_then_demanded(
         start = manager.resume(new_state())
         assert start is not None
         assert start.step == 2
+
+
+def test_verify_calls_what_was_never_signed_not_believed_and_has_none_of_it_deleted_or_sent_again(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, there = places
+    saved_run(root, (1,), url)
+    as_process()
+    saved_run(root, (2,), url, signing_key=keys["signing_key"])
+    before = objects_of(there)
+    env = environment(**keys)
+    ended = run("verify", "--root", root, "--mirror", url, "--deep", env=env)
+    assert ended.returncode == 6
+    assert ended.stdout.count("NOT BELIEVED: It is not signed.") == 2
+    assert "DAMAGED" not in ended.stdout
+    assert "`rm " not in ended.stdout + ended.stderr
+    assert "2 of 4 saves are whole; 2 not believed" in ended.stderr
+    assert "add the key that signed it" in ended.stderr
+    assert run("drain", root, env=env).returncode == 0
+    assert objects_of(there) == before
+
+
+def test_what_replaced_a_signed_meta_on_the_mirror_is_sent_again(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, there = places
+    saved_run(root, (1,), url, **keys)
+    forged(there / "meta_000001.json", lambda document: document.pop("signature"))
+    ended = run("verify", "--root", root, "--mirror", url, "--deep", env=environment(**keys))
+    assert "NOT BELIEVED: It is not signed." in ended.stdout
+    assert "1 file on the mirror will be sent again" in ended.stderr
+
+
+def test_a_save_that_was_not_sent_before_signatures_were_demanded_names_the_drain_that_sends_it(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, there = places
+    with_a_save_that_was_not_sent(root, url, {})
+    as_process()
+    with running(root, url, uploads=False, signing_key=keys["signing_key"]) as manager:
+        state = new_state()
+        manager.resume(state)
+        train(state, 1)
+        manager.save(3, state).wait("committed")
+    ended = run("drain", root, env=environment(**keys))
+    assert ended.returncode == 8
+    way_out = f"`ckptmirror drain --root {root}` with signing_key and no verify_keys sends it"
+    assert way_out in ended.stdout + ended.stderr
+    assert not (there / "meta_000002.json").exists()
+    assert (there / "meta_000003.json").exists()
+    assert run("drain", root, env=environment(signing_key=keys["signing_key"])).returncode == 0
+    assert (there / "meta_000002.json").exists()
+    assert run("drain", root, env=environment(**keys)).returncode == 0
 
 
 def test_keys_are_changed_by_believing_both_for_a_while(

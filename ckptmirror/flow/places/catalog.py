@@ -28,6 +28,7 @@ from ckptmirror.core.errors import (
     IntegrityError,
     NewerFormat,
     NotAuthorised,
+    NotSigned,
     ObjectNotFound,
     StorePermanent,
     StoreTemporary,
@@ -288,8 +289,8 @@ def _problem_of_item(root: Path, item: Item) -> Problem:
     step = parsed.step if parsed is not None else None
     hindrance: Hindrance = "unreadable" if item.unreadable else ""
     if parsed is not None and parsed.role == "emergency":
-        return Problem(item.why, step, kinds=("emergency",), hindrance=hindrance)
-    return Problem(item.why, step, hindrance=hindrance)
+        return Problem(item.why, step, kinds=("emergency",), hindrance=hindrance, not_signed=item.not_signed)
+    return Problem(item.why, step, hindrance=hindrance, not_signed=item.not_signed)
 
 
 MetaCache = dict[tuple[str, str, int], Meta | Tombstone]
@@ -398,7 +399,8 @@ def _of_its_name(name: str, answer: Meta | Tombstone | CkptMirrorError) -> Meta 
 
 def unread_problem(name: str, error: CkptMirrorError) -> Problem:
     """Return the problem of a place with a meta that could not be read."""
-    return Problem(str(error), _step_of(name), hindrance=_hindrance(error))
+    not_signed = isinstance(error, NotSigned)
+    return Problem(str(error), _step_of(name), hindrance=_hindrance(error), not_signed=not_signed)
 
 
 def _hindrance(error: CkptMirrorError) -> Hindrance:

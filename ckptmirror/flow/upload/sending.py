@@ -20,7 +20,7 @@ from typing import Protocol
 
 from ckptmirror.core import events, names, signing
 from ckptmirror.core.codec import is_signed, meta_from_bytes
-from ckptmirror.core.errors import BrokenMeta, IntegrityError, StorePermanent
+from ckptmirror.core.errors import BrokenMeta, IntegrityError, NotSigned, StorePermanent
 from ckptmirror.core.model import Artifact, Meta
 from ckptmirror.core.verification import delete_command
 from ckptmirror.flow.places.catalog import META_LIMIT_BYTES, read_mirror_meta
@@ -164,6 +164,16 @@ class Sending:
             f"then `ckptmirror retry --root {quote(str(self._context.root))}` sends it again."
         )
 
+    def _own_not_believed(self, path: Path, data: bytes, why: NotSigned) -> StorePermanent:
+        """Return the error of a local meta without the signature that this process demands, with the way out."""
+        with_key = (
+            "with the key that signed it in verify_keys" if is_signed(data) else "with signing_key and no verify_keys"
+        )
+        return StorePermanent(
+            f"{path} is not believed here: {why} If the save is yours, one "
+            f"`ckptmirror drain --root {quote(str(self._context.root))}` {with_key} sends it."
+        )
+
     def _metadata(self, meta: Meta) -> dict[str, str]:
         return {
             "ckptmirror-run": meta.run_id,
@@ -181,6 +191,8 @@ class Sending:
                     meta = meta_from_bytes(data)
                 except FileNotFoundError as error:
                     raise StorePermanent(f"{path} is gone.", hint="Nothing was deleted by ckptmirror.") from error
+                except NotSigned as error:
+                    raise self._own_not_believed(path, data, error) from error
                 except BrokenMeta as error:
                     raise BrokenMeta(
                         f"{path} cannot be used, and nothing else says what belongs to the save: {error}"

@@ -47,6 +47,7 @@ class Subject:
         meta: None if it cannot be read.
         why: What is wrong with the save as a whole; "" if nothing is.
         hindrance: Why the save cannot be read now, if that is what is wrong.
+        not_signed: Whether all that is wrong is that its meta lacks the signature which this process demands.
         is_missed: Whether nothing is there, although the table says that it was.
         faults: What is wrong with single artifacts, by path.
         objects: On a mirror, what the listing says of each object that the meta names.
@@ -64,6 +65,7 @@ class Subject:
     save_id: str = ""
     why: str = ""
     hindrance: Hindrance = ""
+    not_signed: bool = False
     is_missed: bool = False
     faults: dict[str, Finding] = field(default_factory=dict)
     objects: Mapping[str, ObjectInfo] = field(default_factory=dict)
@@ -219,6 +221,7 @@ def _subjects(catalog: Catalog, step: int | None, exists: Callable[[str], bool])
                 save_id=meta.save_id if meta is not None else problem.save_id,
                 why=problem.why,
                 hindrance=problem.hindrance,
+                not_signed=problem.not_signed,
             )
         )
 

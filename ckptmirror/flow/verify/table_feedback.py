@@ -133,6 +133,7 @@ class Table:
     def doubt(self, mirror: Mirror, subjects: Sequence[Subject], notes: MutableSequence[str]) -> int:
         """Make verified records of damaged objects pending again; return how many.
 
+        A meta that is only not signed, and did not change since it was verified, would be no better if sent again.
         If the mirror does not answer for an object, its record stays unchanged, and a note says so.
         """
         if self._table is None or not self.knows(mirror.url):
@@ -149,7 +150,7 @@ class Table:
                 else:
                     continue
                 try:
-                    stands = _still_stands(mirror, record, subject)
+                    stands = _still_stands(mirror, record, subject) and not _was_sent_so(mirror, record, subject)
                 except CkptMirrorError as error:
                     name = record.object or record.path
                     notes.append(
@@ -202,6 +203,11 @@ def _still_stands(mirror: Mirror, record: UploadRecord, subject: Subject) -> boo
     if record.role == "meta":
         return (now is None) == subject.is_missed
     return (now.generation if now is not None else None) == (seen.generation if seen is not None else None)
+
+
+def _was_sent_so(mirror: Mirror, record: UploadRecord, subject: Subject) -> bool:
+    """Whether a meta that is not signed is the object that was verified once."""
+    return subject.not_signed and why_differs(record, mirror.store.stat(subject.name)) is None
 
 
 def _path_of(record: UploadRecord, subject: Subject) -> str:

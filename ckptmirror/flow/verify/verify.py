@@ -68,6 +68,7 @@ class VerifiedSave:
         files: How many files its meta names.
         read_bytes: How many of its bytes were read and compared.
         mend: The command that repairs it; empty if none is known, or nothing needs repair.
+        not_signed: Whether all that is wrong is that its meta lacks the signature which this process demands.
         whole_kinds: Its kinds of which no load needs a damaged file.
         tensors: What came of comparing the tensors of each kind with their fingerprints; None if that was not asked.
         part: Which part of the save it is, "node 0's part"; empty if it is all of it.
@@ -82,6 +83,7 @@ class VerifiedSave:
     size_bytes: int = 0
     read_bytes: int = 0
     mend: str = ""
+    not_signed: bool = False
     whole_kinds: tuple[Kind, ...] = ()
     tensors: tuple[TensorsFound, ...] | None = None
     part: str = ""
@@ -320,7 +322,9 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table, roo
         for name in listed
     ]
     mend = ""
-    if state == "damaged" and _is_spare(subject, everything, table):
+    if subject.not_signed:
+        pass  # it may be whole: nothing is to be deleted or replaced
+    elif state == "damaged" and _is_spare(subject, everything, table):
         mend = delete_command(subject.address)
         lines = [f"{line.rstrip('.')}; a whole save of step {subject.step} is beside it" for line in lines]
     elif state == "damaged" and (subject.faults or not subject.wrong_tensors):  # every copy has the same tensors
@@ -335,6 +339,7 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table, roo
         size_bytes=subject.meta.size_bytes if subject.meta is not None else 0,
         read_bytes=subject.read_bytes,
         mend=mend,
+        not_signed=subject.not_signed,
         whole_kinds=subject.whole_kinds(),
         part=f"node {subject.meta.node}'s part" if subject.meta is not None and are_elsewhere(subject) else "",
     )
