@@ -15,7 +15,7 @@ from ckptmirror.cli._options import DIRECTORY, configured_place, json_option, pr
 from ckptmirror.cli._progress import progress
 from ckptmirror.cli._tables import SAVE_COLUMNS, Cell, Column, print_table, standing_style
 from ckptmirror.cli._waiting_saves import waiting_facts, waiting_text
-from ckptmirror.core.errors import IntegrityError, NotAuthorised, NotSigned, Temporary, UsageError
+from ckptmirror.core.errors import IntegrityError, NotAuthorised, Temporary, UsageError
 from ckptmirror.core.reach import access_hint
 
 if TYPE_CHECKING:
@@ -25,6 +25,9 @@ _ERROR_OF = {"damaged": IntegrityError, "unreadable": Temporary, "refused": NotA
 _READ_AGAIN = (
     "Try the same command again, with a later ckptmirror where a version is named; `ckptmirror verify --verbose` logs "
     "what happens."
+)
+_BELIEVED = (
+    "What is not believed is never loaded here: docs/security.md says what is, and how an older run comes to be signed."
 )
 _COLUMNS = (*SAVE_COLUMNS, Column("STATE"))
 
@@ -134,11 +137,11 @@ def _state(save: VerifiedSave, found: Verification) -> Cell:
         wrong += f"; in kind {'+'.join(save.whole_kinds)} it is whole"
     if state != "damaged":
         return f"not read: {wrong}", "yellow"
-    if save.not_signed:
-        return f"NOT BELIEVED: {wrong}", "red"
     copy = _whole_on(save, found)
-    then = save.mend or (f"it is whole on {copy}" if copy else "no good copy is known")
-    return f"DAMAGED: {wrong} -> {then}", "red"
+    then = save.mend or (f"it is whole on {copy}" if copy else "")
+    if save.not_signed:
+        return f"NOT BELIEVED: {wrong}" + f" -> {then}" * bool(then), "red"
+    return f"DAMAGED: {wrong} -> {then or 'no good copy is known'}", "red"
 
 
 def _whole_on(save: VerifiedSave, found: Verification) -> str:
@@ -196,8 +199,8 @@ def _after_damage(found: Verification, target: Target) -> str:
         return (
             "A tensor whose bytes are those that were written was written wrong: use another kind or save. Report it."
         )
-    damaged = [save for save in found.saves if save.verdict.state == "damaged" and not save.not_signed]
-    hints = [NotSigned.hint] * any(save.not_signed for save in found.saves)
+    damaged = [save for save in found.saves if save.verdict.state == "damaged" and (save.mend or not save.not_signed)]
+    hints = [_BELIEVED] * any(save.not_signed and not save.mend for save in found.saves)
     hints += ["A line with a command: the command repairs that save."] * any(save.mend for save in damaged)
     copies = [_whole_on(save, found) for save in damaged if not save.mend]
     if any(copies):

@@ -37,7 +37,7 @@ class Problem:
         meta: Its meta, if that could be read.
         hindrance: Set if it merely cannot be read now (an I/O error, a permission, a later format; ``refused``: the
             mirror does not accept these credentials for it), so that it may be whole.
-        not_signed: Whether all that is wrong is that its meta lacks the signature which this process demands.
+        not_signed: Whether all that is wrong is that its meta is not believed by the keys of this process.
     """
 
     why: str

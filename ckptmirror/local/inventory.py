@@ -65,7 +65,7 @@ class Item:
     Attributes:
         unreadable: Whether the only reason is an I/O error, a permission or a later format.
         loose: Whether it has the name of an artifact, and is not empty.
-        not_signed: Whether the only reason is that it lacks the signature which this process demands.
+        not_signed: Whether the only reason is that it is not believed by the keys of this process.
     """
 
     path: Path

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +56,7 @@ from ckptmirror.core.sealed_json import seal
 from ckptmirror.flow.save.emergency import save_emergency
 from ckptmirror.local.checksums import crc32c
 from ckptmirror.local.inventory import read_inventory
-from tests.kit.cli import assert_tells, run
+from tests.kit.cli import assert_tells, clean_environment, run
 from tests.kit.legacy import save_legacy
 from tests.kit.roots import MirroredRoot, whole
 from tests.kit.saves import make_save, put_on_mirror
@@ -231,17 +232,35 @@ def test_verify_calls_what_was_never_signed_not_believed_and_has_none_of_it_dele
     saved_run(root, (1,), url)
     as_process()
     saved_run(root, (2,), url, signing_key=keys["signing_key"])
+    shutil.copytree(there, there.with_name("moved"))  # to another disk: each object is another file now
+    shutil.rmtree(there)
+    there.with_name("moved").rename(there)
     before = objects_of(there)
     env = environment(**keys)
+    assert run("verify", root, env=env).stdout.count("NOT BELIEVED: It is not signed.\n") == 1  # and no command
     ended = run("verify", "--root", root, "--mirror", url, "--deep", env=env)
     assert ended.returncode == 6
     assert ended.stdout.count("NOT BELIEVED: It is not signed.") == 2
     assert "DAMAGED" not in ended.stdout
     assert "`rm " not in ended.stdout + ended.stderr
     assert "2 of 4 saves are whole; 2 not believed" in ended.stderr
-    assert "add the key that signed it" in ended.stderr
-    assert run("drain", root, env=env).returncode == 0
+    assert "docs/security.md says" in ended.stderr
     assert objects_of(there) == before
+
+
+def test_verify_names_what_repairs_a_local_meta_that_is_not_signed_if_the_mirror_has_the_signed_save(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, _ = places
+    saved_run(root, (1,), url, **keys)
+    forged(root / "meta_000001.json", lambda document: document.pop("signature"))
+    env = environment(**keys)
+    said = run("verify", "--root", root, "--mirror", url, env=env).stdout
+    command = said.partition("NOT BELIEVED: It is not signed. -> ")[2].partition("\n")[0]
+    assert "meta_000001.json.broken && ckptmirror stage --step 1" in command
+    command = command.replace("ckptmirror stage", f"{sys.executable} -m ckptmirror stage")
+    assert subprocess.run(command, shell=True, env=clean_environment() | env, check=False).returncode == 0
+    assert run("verify", "--root", root, "--mirror", url, env=env).returncode == 0
 
 
 def test_what_replaced_a_signed_meta_on_the_mirror_is_sent_again(

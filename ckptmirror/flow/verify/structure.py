@@ -47,7 +47,7 @@ class Subject:
         meta: None if it cannot be read.
         why: What is wrong with the save as a whole; "" if nothing is.
         hindrance: Why the save cannot be read now, if that is what is wrong.
-        not_signed: Whether all that is wrong is that its meta lacks the signature which this process demands.
+        not_signed: Whether all that is wrong is that its meta is not believed by the keys of this process.
         is_missed: Whether nothing is there, although the table says that it was.
         faults: What is wrong with single artifacts, by path.
         objects: On a mirror, what the listing says of each object that the meta names.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import MutableSequence, Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from types import TracebackType
@@ -206,8 +207,9 @@ def _still_stands(mirror: Mirror, record: UploadRecord, subject: Subject) -> boo
 
 
 def _was_sent_so(mirror: Mirror, record: UploadRecord, subject: Subject) -> bool:
-    """Whether a meta that is not signed is the object that was verified once."""
-    return subject.not_signed and why_differs(record, mirror.store.stat(subject.name)) is None
+    """Whether a meta that is not signed has the bytes that were verified once."""
+    now = mirror.store.stat(subject.name) if subject.not_signed else None
+    return now is not None and why_differs(replace(record, generation=now.generation), now) is None
 
 
 def _path_of(record: UploadRecord, subject: Subject) -> str:

@@ -68,7 +68,7 @@ class VerifiedSave:
         files: How many files its meta names.
         read_bytes: How many of its bytes were read and compared.
         mend: The command that repairs it; empty if none is known, or nothing needs repair.
-        not_signed: Whether all that is wrong is that its meta lacks the signature which this process demands.
+        not_signed: Whether all that is wrong is that its meta is not believed by the keys of this process.
         whole_kinds: Its kinds of which no load needs a damaged file.
         tensors: What came of comparing the tensors of each kind with their fingerprints; None if that was not asked.
         part: Which part of the save it is, "node 0's part"; empty if it is all of it.
@@ -322,9 +322,7 @@ def _verified(subject: Subject, everything: Sequence[Subject], table: Table, roo
         for name in listed
     ]
     mend = ""
-    if subject.not_signed:
-        pass  # it may be whole: nothing is to be deleted or replaced
-    elif state == "damaged" and _is_spare(subject, everything, table):
+    if state == "damaged" and _is_spare(subject, everything, table):
         mend = delete_command(subject.address)
         lines = [f"{line.rstrip('.')}; a whole save of step {subject.step} is beside it" for line in lines]
     elif state == "damaged" and (subject.faults or not subject.wrong_tensors):  # every copy has the same tensors
@@ -350,17 +348,21 @@ def _line(name: str, why: str) -> str:
 
 
 def _is_spare(subject: Subject, everything: Sequence[Subject], table: Table) -> bool:
-    """Whether a broken meta can be deleted: a whole save of its step is there, with the same id if that is known."""
+    """Whether a broken meta can be deleted: a whole save of its step is there, with the same id if that is known.
+
+    One that is only not signed may be that of a whole save: the save beside it must surely be the same.
+    """
     beside = [other for other in everything if subject.is_meta_beside(other)]
     row = table.save_of(subject) if beside else None
-    return any(row is None or other.save_id == row.save_id for other in beside)
+    return any(other.save_id == row.save_id if row is not None else not subject.not_signed for other in beside)
 
 
 def _mend(subject: Subject, everything: Sequence[Subject], table: Table, root: Path | None) -> str:
     """Return the command that repairs a damaged copy, if a good one is known.
 
     What is damaged on a mirror is sent from the root. If that has no good copy, one is staged into it first, in all
-    kinds: a copy of one kind alone is never sent.
+    kinds: a copy of one kind alone is never sent. What is only not signed is replaced by a copy that was just seen
+    whole: a mirror that the table alone names may have the same unsigned save.
     """
     row = table.save_of(subject)
     known = subject if subject.save_id or row is not None else _same_elsewhere(subject, everything)
@@ -377,7 +379,7 @@ def _mend(subject: Subject, everything: Sequence[Subject], table: Table, root: P
             return command(kinds=())
     if any(one.step == subject.step and one.standing == "current" and one.save_id != save_id for one in everything):
         return ""  # it would stage that one
-    copies = _copies(subject, others, table.holders(save_id))
+    copies = _copies(subject, others, () if subject.not_signed else table.holders(save_id))
     if not copies:
         return ""
     if subject.is_on_mirror:

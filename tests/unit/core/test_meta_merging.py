@@ -12,7 +12,7 @@ from core_builders import a_meta, digest_of, id_of
 
 from ckptmirror.core.codec import meta_from_bytes, meta_to_bytes
 from ckptmirror.core.errors import BrokenMeta
-from ckptmirror.core.meta_merging import merge_emergency, merge_parts
+from ckptmirror.core.meta_merging import is_on_all_nodes, merge_emergency, merge_parts
 from ckptmirror.core.model import ALL_NODES, Artifact, Attempt, Meta
 from ckptmirror.core.names import SaveName
 
@@ -59,6 +59,12 @@ def test_nodes_with_different_tags_merge_to_plain_paths_with_the_objects_where_t
     assert by_path["dcp_000200/__1_0.distcp"].object == f"dcp_000200-{TAG}/__1_0.distcp"
     assert by_path["dcp_000200/.metadata"].object is None
     assert meta_from_bytes(meta_to_bytes(merged)) == merged
+
+
+def test_every_node_has_the_metadata_file_of_a_part_and_nothing_else_of_it() -> None:
+    assert [one.path for one in part(1).artifacts if is_on_all_nodes(part(1), one.path)] == ["dcp_000200/.metadata"]
+    whole = merge_parts([part(0), part(1), part(2)])
+    assert not any(is_on_all_nodes(whole, one.path) for one in whole.artifacts)  # nobody else sends such a copy
 
 
 def test_an_object_that_a_part_names_is_kept() -> None:
