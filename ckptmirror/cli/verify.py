@@ -175,7 +175,7 @@ def _print_result(found: Verification, target: Target) -> int:
         parts.append(f"{found.pending_again} {files} on the mirror will be sent again")
     error = _ERROR_OF.get(found.outcome)
     if error is None:
-        aside = "; those are off the lineage, and no run continues from them" if damaged or unread else ""
+        aside = "; those are off the lineage, and no run continues from them" if damaged or unread or not_signed else ""
         print("; ".join(parts) + aside, file=sys.stderr)
         return 0
     print(f"ckptmirror: {'; '.join(parts)}.\n  {_hint(found, target)}", file=sys.stderr)
