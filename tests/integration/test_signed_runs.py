@@ -242,10 +242,29 @@ def test_verify_calls_what_was_never_signed_not_believed_and_has_none_of_it_dele
     assert ended.returncode == 6
     assert ended.stdout.count("NOT BELIEVED: It is not signed.") == 2
     assert "DAMAGED" not in ended.stdout
-    assert "`rm " not in ended.stdout + ended.stderr
+    assert " -> " not in ended.stdout  # no command
     assert "2 of 4 saves are whole; 2 not believed" in ended.stderr
     assert "docs/security.md says" in ended.stderr
     assert objects_of(there) == before
+
+
+def test_verify_has_no_save_deleted_that_was_never_signed_though_a_signed_one_of_its_step_is_beside_it(
+    places: tuple[Path, str, Path], keys: dict[str, Any]
+) -> None:
+    root, url, there = places
+    saved_run(root, (1, 2), url)
+    as_process()
+    with running(root, url, signing_key=keys["signing_key"]) as manager:
+        state = new_state()
+        manager.resume(state, policy=1, force=True)
+        train(state, 1)
+        manager.save(2, state).wait("mirrored", timeout_s=60)
+    assert len(list(there.glob("meta_000002*.json"))) == 2
+    env = environment(**keys)
+    for more in ([url], [root], ["--root", root, "--mirror", url]):
+        said = run("verify", *more, env=env).stdout
+        assert "NOT BELIEVED: It is not signed." in said
+        assert " -> " not in said
 
 
 def test_verify_names_what_repairs_a_local_meta_that_is_not_signed_if_the_mirror_has_the_signed_save(
@@ -268,9 +287,9 @@ def test_what_replaced_a_signed_meta_on_the_mirror_is_sent_again(
 ) -> None:
     root, url, there = places
     saved_run(root, (1,), url, **keys)
-    forged(there / "meta_000001.json", lambda document: document.pop("signature"))
+    forged(there / "meta_000001.json", lambda document: document.update(world_size=2))  # of the same size
     ended = run("verify", "--root", root, "--mirror", url, "--deep", env=environment(**keys))
-    assert "NOT BELIEVED: It is not signed." in ended.stdout
+    assert "NOT BELIEVED: " in ended.stdout
     assert "1 file on the mirror will be sent again" in ended.stderr
 
 

@@ -209,7 +209,7 @@ def _still_stands(mirror: Mirror, record: UploadRecord, subject: Subject) -> boo
 def _was_sent_so(mirror: Mirror, record: UploadRecord, subject: Subject) -> bool:
     """Whether a meta that is not signed has the bytes that were verified once."""
     now = mirror.store.stat(subject.name) if subject.not_signed else None
-    return now is not None and why_differs(replace(record, generation=now.generation), now) is None
+    return now is not None and why_differs(replace(record, generation=now.generation), now, store=mirror.store) is None
 
 
 def _path_of(record: UploadRecord, subject: Subject) -> str:

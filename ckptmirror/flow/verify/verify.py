@@ -348,10 +348,13 @@ def _line(name: str, why: str) -> str:
 
 
 def _is_spare(subject: Subject, everything: Sequence[Subject], table: Table) -> bool:
-    """Whether a broken meta can be deleted: a whole save of its step is there, with the same id if that is known."""
+    """Whether a broken meta can be deleted: a whole save of its step is there, with the same id if that is known.
+
+    One that is only not signed may be the meta of another whole save: of it, the id must be known.
+    """
     beside = [other for other in everything if subject.is_meta_beside(other)]
     row = table.save_of(subject) if beside else None
-    return any(row is None or other.save_id == row.save_id for other in beside)
+    return any(other.save_id == row.save_id if row is not None else not subject.not_signed for other in beside)
 
 
 def _mend(subject: Subject, everything: Sequence[Subject], table: Table, root: Path | None) -> str:
