@@ -51,8 +51,8 @@ def plain(meta: Meta) -> Meta:
 
 
 def is_on_all_nodes(meta: Meta, path: str) -> bool:
-    """Whether every node of a save has this file of a node's part: the coordinator's ``.metadata``."""
-    return not meta.is_whole and path.rpartition("/")[2] == ".metadata"
+    """Whether every node of a save has this file: the coordinator's ``.metadata``. A copy may stand in for a part."""
+    return meta.nodes > 1 and path.rpartition("/")[2] == ".metadata"
 
 
 def merge_copies(one: Meta, other: Meta) -> Meta:

@@ -61,10 +61,11 @@ def test_nodes_with_different_tags_merge_to_plain_paths_with_the_objects_where_t
     assert meta_from_bytes(meta_to_bytes(merged)) == merged
 
 
-def test_every_node_has_the_metadata_file_of_a_part_and_nothing_else_of_it() -> None:
-    assert [one.path for one in part(1).artifacts if is_on_all_nodes(part(1), one.path)] == ["dcp_000200/.metadata"]
-    whole = merge_parts([part(0), part(1), part(2)])
-    assert not any(is_on_all_nodes(whole, one.path) for one in whole.artifacts)  # nobody else sends such a copy
+def test_every_node_has_the_metadata_file_and_nothing_else_of_the_others() -> None:
+    for meta in (part(1), merge_parts([part(0), part(1), part(2)])):  # a whole copy may stand in for a part
+        assert [one.path for one in meta.artifacts if is_on_all_nodes(meta, one.path)] == ["dcp_000200/.metadata"]
+    alone = replace(merge_parts([part(0), part(1), part(2)]), nodes=1, node=0)
+    assert not any(is_on_all_nodes(alone, one.path) for one in alone.artifacts)
 
 
 def test_an_object_that_a_part_names_is_kept() -> None:
