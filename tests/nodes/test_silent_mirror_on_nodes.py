@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from ckptmirror import CheckpointManager
+from ckptmirror import CheckpointManager, MirrorSpec
 from ckptmirror.core import names
+from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.ranks import meeting
 from ckptmirror.testing import Fault, GcsServerProcess
 from ckptmirror.testing.fixtures import GCS_BUCKET, gcs_server
@@ -60,6 +62,29 @@ def test_i7_ranks_meet_while_a_mirror_keeps_a_start_waiting_and_all_name_it(
     for _, message, _ in found:
         assert f"file://{tmp_path}/mirror" in message
         assert "did not answer within" not in message
+
+
+def with_an_optional_mirror(rank: int, base: str, steps: tuple[int, ...]) -> int:
+    """Resume, save these steps, and return the step that it began from."""
+    optional = MirrorSpec(f"file://{base}/optional", required=False)
+    manager = CheckpointManager(Path(base) / "ab"[rank], [f"file://{base}/mirror", optional], timeout_s=60.0)
+    state = built("ddp")
+    start = manager.resume(state)
+    for step in steps:
+        manager.save(step, state).wait("mirrored", timeout_s=60.0)
+    with suppress(DeadlinePassed):
+        manager.close(timeout_s=0.0)
+    return start.step if start is not None else 0
+
+
+@pytest.mark.long
+def test_a_rewind_on_one_node_is_not_elsewhere_to_its_job_while_an_optional_mirror_is_silent(tmp_path: Path) -> None:
+    for name in ("mirror", "optional"):
+        (tmp_path / name).mkdir()
+    assert run_ranks(2, with_an_optional_mirror, str(tmp_path), (1, 2)) == [0, 0]
+    assert run("rewind", "--root", tmp_path / "a", "--step", "1").returncode == 0
+    (tmp_path / "optional").rename(tmp_path / "away")
+    assert run_ranks(2, with_an_optional_mirror, str(tmp_path), ()) == [1, 1]
 
 
 @pytest.mark.long

@@ -211,14 +211,23 @@ def _merged(saves: Iterable[SaveFacts]) -> list[SaveFacts]:
 
 
 def is_own(evidence: Evidence, attempt: Attempt) -> bool:
-    """Whether this root made an attempt: its entry names the root, or (in an older list) a save of it was made here."""
+    """Whether this root made an attempt: its entry names the root, or (in an older list) a save of it was made here.
+
+    What a person recorded on one node's root is the whole job's: it was recorded for all nodes.
+    """
     return not others_of(evidence, [attempt])
 
 
 def others_of(evidence: Evidence, attempts: Iterable[Attempt]) -> list[Attempt]:
     """Return the attempts that this root did not make (:func:`is_own`), in one pass: a list may name 100,000."""
     saved_here = _ids(evidence.disk, Voice.COUNTS)
-    return [one for one in attempts if (one.root != evidence.root if one.root else one.id not in saved_here)]
+
+    def is_mine(one: Attempt) -> bool:
+        if not one.root:
+            return one.id in saved_here
+        return one.root == evidence.root or (one.by_person and one.root in evidence.roots)
+
+    return [one for one in attempts if not is_mine(one)]
 
 
 def rival_of(evidence: Evidence, counted: Counted, attempt: str) -> Attempt | None:

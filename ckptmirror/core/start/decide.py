@@ -370,7 +370,7 @@ class _Start:
         if traces or order.current:
             raise explain.never_step_0(traces[:10], asked=False)
         behind = [*order.superseded, *order.replaced] if decided is not None else []
-        if decided is not None and behind and not self._is_of_this_job(decided):
+        if decided is not None and behind and not is_own(self._evidence, decided):
             last = max(behind, key=lambda save: (save.step, self._counted.known[save.attempt].number, save.number))
             self._note(
                 f"training starts at step 0, because {explain.named(decided)} elsewhere was started from scratch; "
@@ -378,9 +378,6 @@ class _Start:
                 f"start once with manager.resume(state, policy={last.save_id[:8]!r})"
             )
         return Scratch(by_person=False, notices=self.said())
-
-    def _is_of_this_job(self, attempt: Attempt) -> bool:
-        return attempt.root in self._evidence.roots or is_own(self._evidence, attempt)
 
     def _traces(self, decided: Attempt | None) -> list[str]:
         """Return everything that shows that training happened here, but cannot be resumed from.

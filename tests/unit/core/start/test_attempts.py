@@ -264,6 +264,16 @@ def test_an_attempt_that_fenced_one_of_this_root_is_a_rival_though_no_list_in_si
     assert rival_of(seen, count(seen), "B") == x
 
 
+@pytest.mark.parametrize(("by_person", "root", "rival"), [(True, "a", False), (True, "x", True), (False, "a", True)])
+def test_of_the_attempts_of_one_node_of_a_job_a_persons_alone_is_the_jobs(
+    by_person: bool, root: str, rival: bool
+) -> None:
+    made = Attempt("P", 2, ref(A1), by_person=by_person, root=root)
+    seen = evidence(place(DISK, (A, B, made), (B1,), uploaded="B"), silent("gs://a"), place("gs://b", (A, B), (A1, B1)))
+    seen = replace(seen, roots=frozenset({"a", "b"}))
+    assert (rival_of(seen, count(seen), "B") is not None) is rival
+
+
 @pytest.mark.parametrize(("saves_here", "rival"), [((A1,), False), ((), True)])
 def test_an_attempt_of_an_older_list_is_own_if_it_saved_here(saves_here: tuple[SaveFacts, ...], rival: bool) -> None:
     older = Attempt("A", 0, None)
