@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptmirror import CheckpointManager, MirrorSpec
-from ckptmirror.core import names
+from ckptmirror.core import events, names
 from ckptmirror.core.errors import DeadlinePassed
 from ckptmirror.ranks import meeting
 from ckptmirror.testing import Fault, GcsServerProcess
@@ -64,27 +64,42 @@ def test_i7_ranks_meet_while_a_mirror_keeps_a_start_waiting_and_all_name_it(
         assert "did not answer within" not in message
 
 
-def with_an_optional_mirror(rank: int, base: str, steps: tuple[int, ...]) -> int:
-    """Resume, save these steps, and return the step that it began from."""
-    optional = MirrorSpec(f"file://{base}/optional", required=False)
-    manager = CheckpointManager(Path(base) / "ab"[rank], [f"file://{base}/mirror", optional], timeout_s=60.0)
+def with_two_mirrors(rank: int, base: str, steps: tuple[int, ...], required: bool) -> int:
+    """Resume, save these steps until the first mirror has them, and return the step that it began from."""
+    other = MirrorSpec(f"file://{base}/other", required=required)
+    manager = CheckpointManager(Path(base) / "ab"[rank], [f"file://{base}/mirror", other], timeout_s=60.0)
+    whole = threading.Event()
+
+    def hear(event: events.Event) -> None:
+        if isinstance(event, events.MirrorCommitted) and (event.mirror, event.step) == (
+            f"file://{base}/mirror",
+            steps[-1],
+        ):
+            whole.set()
+
+    manager.events.subscribe(hear)
     state = built("ddp")
     start = manager.resume(state)
     for step in steps:
-        manager.save(step, state).wait("mirrored", timeout_s=60.0)
+        manager.save(step, state).wait("committed", timeout_s=60.0)
+    assert whole.wait(60.0)
     with suppress(DeadlinePassed):
         manager.close(timeout_s=0.0)
     return start.step if start is not None else 0
 
 
 @pytest.mark.long
-def test_a_rewind_on_one_node_is_not_elsewhere_to_its_job_while_an_optional_mirror_is_silent(tmp_path: Path) -> None:
-    for name in ("mirror", "optional"):
+@pytest.mark.parametrize(("node", "required"), [("a", False), ("a", True), ("b", True)])
+def test_a_rewind_on_one_node_is_not_elsewhere_to_its_job_while_a_mirror_is_silent(
+    node: str, required: bool, tmp_path: Path
+) -> None:
+    for name in ("mirror", "other"):
         (tmp_path / name).mkdir()
-    assert run_ranks(2, with_an_optional_mirror, str(tmp_path), (1, 2)) == [0, 0]
-    assert run("rewind", "--root", tmp_path / "a", "--step", "1").returncode == 0
-    (tmp_path / "optional").rename(tmp_path / "away")
-    assert run_ranks(2, with_an_optional_mirror, str(tmp_path), ()) == [1, 1]
+    assert run_ranks(2, with_two_mirrors, str(tmp_path), (1, 2), required) == [0, 0]
+    assert run("drain", tmp_path / "a").returncode == run("drain", tmp_path / "b").returncode == 0
+    assert run("rewind", "--root", tmp_path / node, "--step", "1").returncode == 0
+    (tmp_path / "other").rename(tmp_path / "away")
+    assert run_ranks(2, with_two_mirrors, str(tmp_path), (4,), required) == [1, 1]
 
 
 @pytest.mark.long

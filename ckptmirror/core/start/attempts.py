@@ -263,6 +263,7 @@ class Claim:
             its first save is not among them, unless a mirror already lists it; nor is a person's attempt that does not
             count, since only its own claim adds it.
         needs: The mirrors that must take the claim, or the start fails. The others can take it later.
+        roots: The identity of each node's root, as the evidence of the start has them.
     """
 
     attempt: Attempt
@@ -270,6 +271,7 @@ class Claim:
     known: frozenset[str]
     for_mirrors: frozenset[str]
     needs: tuple[str, ...]
+    roots: frozenset[str] = frozenset()
 
 
 def claim_from(
@@ -305,6 +307,7 @@ def claim_from(
         root_list=merge_attempts(known, AttemptList(run_id, (entry,), requires)),
         known=frozenset({one.id for one in (*heard.attempts, *known.attempts)} | {entry.id}),
         needs=required if needs_all else (),
+        roots=evidence.roots,
     )
 
 

@@ -263,12 +263,13 @@ _T = TypeVar("_T")
 
 def evidence_to_json(evidence: Evidence) -> dict[str, Any]:
     """Return plain JSON that :func:`evidence_from_json` turns back into the same evidence."""
-    return {"root": evidence.root, "rows": [_plain(row) for row in evidence.rows]}
+    return {"root": evidence.root, "roots": _plain(evidence.roots), "rows": [_plain(row) for row in evidence.rows]}
 
 
 def evidence_from_json(document: Mapping[str, Any]) -> Evidence:
     """Rebuild evidence from the output of :func:`evidence_to_json`. For replays: types are not checked."""
-    return Evidence(tuple(_made(Row, row) for row in document["rows"]), document["root"])
+    rows = tuple(_made(Row, row) for row in document["rows"])
+    return Evidence(rows, document["root"], frozenset(document["roots"]))
 
 
 def _plain(value: Any) -> Any:

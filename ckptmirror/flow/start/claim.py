@@ -88,12 +88,14 @@ class _Places:
         mirrors: Sequence[Mirror],
         cache: MetaCache,
         identity: Callable[[], RootId] | None = None,
+        roots: frozenset[str] = frozenset(),
     ) -> None:
         self._root = root
         self._table = table
         self._mirrors = mirrors
         self._cache = cache
         self._identity = identity or (lambda: read_root_id(root))
+        self._roots = roots  # of all nodes of the job
         self._last: tuple[dict[str, int | str], Survey] | None = None
         self._patience = Patience()
 
@@ -108,6 +110,8 @@ class _Places:
             return self._last[1]
         here = look_at_disk(self._root, self._table, self._identity())
         seen = survey([here], self._mirrors, cache=self._cache, patience=self._patience, awaited=awaited)
+        if self._roots:
+            seen = replace(seen, evidence=replace(seen.evidence, roots=self._roots))
         self._last = (lists, seen) if is_settled(seen.evidence) and not self._patience.is_late() else None
         return seen
 
@@ -191,7 +195,7 @@ class RunClaim:
         self._claim = claim
         self._mirrors = mirrors
         self._own_id = read_root_id(root).id
-        self._places = _Places(root, table, mirrors, cache, self._identity)
+        self._places = _Places(root, table, mirrors, cache, self._identity, claim.roots)
         self._begins = False
         self._required_by: dict[str, int] = {}  # mirror: the number of the newest attempt before that required it
         self._may_commit: set[str] = set()  # mirrors that have a save of this attempt
