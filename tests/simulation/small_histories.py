@@ -490,7 +490,9 @@ class Histories(Uploads):
         jobs = [tuple(disks[host] for host in job) for job in self.world.jobs]
         for job in (*jobs, *((Disk(),) * size for size in sorted({len(job) for job in jobs}))):
             roots = [disk.root or f"another root {number}" for number, disk in enumerate(job)]
-            choice = self._choice(Sight(identity_of(roots), job, mirrors, URLS[: self.world.mirrors]), AUTO)
+            choice = self._choice(
+                Sight(identity_of(roots), job, mirrors, URLS[: self.world.mirrors], frozenset(roots)), AUTO
+            )
             if choice is None and is_lost:
                 continue
             if choice is None:

@@ -109,7 +109,8 @@ class Uploads:
 
         What earlier ones left it uploads as a drain does, but nothing that would fence the attempt itself.
         """
-        sight = self._sight(state, (node,))._replace(root=actor.root or state.disks[node].root)
+        roots = frozenset(root_of(state.disks[host], actor.attempt, host) for host in actor.job or (node,))
+        sight = self._sight(state, (node,))._replace(root=actor.root or state.disks[node].root, roots=roots)
         if save.attempt == actor.attempt:
             if save.attempt in state.disks[node].uploaded and any(
                 there.attempt == save.attempt for there in state.mirrors[index].saves
@@ -268,8 +269,9 @@ class Uploads:
     def _sight(self, state: State, nodes: tuple[int, ...], attempt: str = "") -> Sight:
         answering = self._answering(state)
         seen = [mirror if index in answering else None for index, mirror in enumerate(state.mirrors)]
-        root = identity_of([root_of(state.disks[host], attempt, host) for host in nodes])
-        return Sight(root, tuple(state.disks[host] for host in nodes), (seen[0], seen[1]), state.configured)
+        roots = [root_of(state.disks[host], attempt, host) for host in nodes]
+        disks = tuple(state.disks[host] for host in nodes)
+        return Sight(identity_of(roots), disks, (seen[0], seen[1]), state.configured, frozenset(roots))
 
     def _answering(self, state: State) -> list[int]:
         return [index for index, url in enumerate(URLS) if state.up[index] and url in state.configured]

@@ -226,6 +226,7 @@ class Sight(NamedTuple):
     disks: Disks
     mirrors: tuple[Mirror | None, Mirror | None]
     configured: tuple[str, ...]
+    roots: frozenset[str]  # of each node of the job
 
     @property
     def disk(self) -> Disk:
@@ -278,7 +279,7 @@ def evidence_of(sight: Sight) -> Evidence:
         elif required or was_required:
             reach = Reach.SILENT if required else Reach.DROPPED
             rows.append(Row(url, "mirror", reach, required=required, was_required=was_required))
-    return Evidence(tuple(rows), sight.root)
+    return Evidence(tuple(rows), sight.root, sight.roots)
 
 
 def evidence_of_start(sight: Sight) -> Evidence:
