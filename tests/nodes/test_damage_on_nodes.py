@@ -23,7 +23,7 @@ from ckptmirror.stores.file import FileStore
 from tests.kit.cli import run
 from tests.kit.faults import flip_bit, of_a_later_version
 from tests.kit.training import same
-from tests.nodes.jobs import WAIT_S, Found, Job, built, expect, take_part, whole
+from tests.nodes.jobs import ALONE_S, WAIT_S, Found, Job, built, expect, take_part, train, whole
 
 pytestmark = pytest.mark.long
 
@@ -255,6 +255,46 @@ def test_what_one_mirror_alone_has_damaged_is_tried_once(nodes: str, tmp_path: P
     for one in replace(job, steps=()).run():
         assert (one.step, one.failed) == (1, "")
         assert one.passed_over.count("is damaged") == 1, one.passed_over
+
+
+@pytest.mark.parametrize("nodes", ["a", "ab"])
+@pytest.mark.parametrize("damaged", ["dcp_000002/*.distcp", "meta_000002.json"])
+def test_a_save_whose_only_copy_was_damaged_holds_no_job_up_once_a_person_moved_it_away(
+    damaged: str, nodes: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, nodes, (1, STEP), mirrored=False, kinds=("dcp",))
+    job.run()
+    root = tmp_path / nodes[-1]
+    flip_bit(next(root.glob(damaged)))
+    for found in replace(job, mirrored=True, steps=(3,)).run(end_at_once):
+        assert (found.step, bool(found.failed) or damaged.startswith("meta")) == (1, True)
+    (tmp_path / "elsewhere").mkdir()
+    for path in root.glob("*_000002*"):
+        path.rename(tmp_path / "elsewhere" / path.name)
+    for found in replace(job, mirrored=True, steps=(4,)).run():
+        assert (found.step, found.failed) == (3, "")
+    for node in nodes:
+        assert run("status", "--root", tmp_path / node, "--exit-code").returncode == 0
+        assert run("drain", "--root", tmp_path / node).returncode == 0
+        assert run("rotate", "--root", tmp_path / node, "--keep-last", 1).returncode == 0
+
+
+def end_at_once(rank: int, job: Job) -> Found:
+    """Save, and do not wait longer than a moment for what another node does not send."""
+    state = built(job.wrapped)
+    manager = CheckpointManager(job.base / job.nodes[rank], [job.url], kinds=job.kinds, timeout_s=WAIT_S)
+    info = manager.resume(state)
+    assert info is not None
+    found = Found(info.step, info.place, whole(state), state.extra, "; ".join(info.passed_over))
+    for step in job.steps:
+        train(state, rank, step)
+        manager.save(step, state)
+    manager.wait("committed", timeout_s=WAIT_S)
+    try:
+        manager.close(timeout_s=ALONE_S)
+    except DeadlinePassed as error:
+        found.failed = str(error)
+    return found
 
 
 def test_nodes_whose_roots_have_one_name_take_a_file_from_one_another(tmp_path: Path) -> None:
